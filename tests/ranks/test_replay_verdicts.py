@@ -180,7 +180,8 @@ CONTRACT |= {"surface", "status", "peers", "bitmap", "action", "sentence"}
 
 def test_one_rank_writes_the_incident_and_every_rank_its_records(tmp_path: Path):
     trained(4, corrupted((0, 3.0)), tmp_path)
-    (line,) = [json.loads(each) for each in (tmp_path / "incidents.jsonl").read_text().splitlines()]
+    line, decision = [json.loads(each) for each in (tmp_path / "incidents.jsonl").read_text().splitlines()]
+    assert (decision["kind"], decision["is_carried_out"]) == ("decision", False)
     assert line.keys() >= CONTRACT
     assert (line["kind"], line["manifestation"], line["scope"]) == ("incident", "sdc", "rank")
     assert (line["ranks"], line["peers"], line["bitmap"]) == ([0], [0, 1, 2, 3], [1, 0, 0, 0])

@@ -31,11 +31,12 @@ def incident(
     hosts: tuple[str, ...] = ("node-1",),
     step: int = 40,
     times: tuple[float, ...] = (10.0, 10.0, 20.0, 10.0),
+    surface: str = "time/module",
 ) -> Incident:
     outliers = (2,) if manifestation is Manifestation.STRAGGLER else ranks
     record = EvidenceRecord(
         step=step,
-        surface="time/module",
+        surface=surface,
         manifestation=manifestation,
         peers=(0, 1, 2, 3),
         verdict=Verdict(Status.ATTRIBUTED, outliers, times),
@@ -83,6 +84,11 @@ def decided(
         (replace(SLOW, scope=Scope.PEER_GROUP), Action.INSPECT, Failure.STRAGGLER),
         (replace(SLOW, scope=Scope.JOB, ranks=()), Action.INSPECT, Failure.STRAGGLER),
         (replace(SLOW, scope=Scope.MACHINE), Action.REPLACE, Failure.STRAGGLER),
+        (
+            incident(Manifestation.STRAGGLER, surface="time/checkpoint_write"),
+            Action.INSPECT,
+            Failure.STRAGGLER,
+        ),
     ],
 )
 def test_each_kind_of_incident_has_its_answer(found: Incident, action: Action, failure: Failure):

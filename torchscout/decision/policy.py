@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from torchscout.decision.progress import Phase
 from torchscout.decision.record import Action, Decision, Failure, Incident, Manifestation, Scope
 from torchscout.utils.text import listed, named
 
@@ -68,8 +69,11 @@ def _sdc(incident: Incident, _: RecoveryConfig) -> Decision:
 def _straggler(incident: Incident, config: RecoveryConfig) -> Decision:
     if incident.scope not in (Scope.RANK, Scope.MACHINE) or not incident.ranks:
         return _decision(incident, Action.INSPECT, Failure.STRAGGLER, "it is not known which rank is slow")
+    if incident.records[0].surface in _PHASES:
+        why = "slow input or storage need not be the fault of a machine"
+        return _decision(incident, Action.INSPECT, Failure.STRAGGLER, why)
     lost = _slowdown(incident) * config.horizon_seconds
-    costs = f"cost about {lost:.0f} s in the next {config.horizon_seconds:.0f} s"
+    costs = f"would cost about {lost:.0f} s in the next {config.horizon_seconds:.0f} s"
     if lost > config.restart_seconds:
         why = f"{costs}, and a restart costs {config.restart_seconds:.0f} s"
         return _decision(incident, Action.REPLACE, Failure.STRAGGLER, why)
@@ -77,6 +81,9 @@ def _straggler(incident: Incident, config: RecoveryConfig) -> Decision:
 
 
 _PROPOSED = {Manifestation.HANG: _hang, Manifestation.SDC: _sdc, Manifestation.STRAGGLER: _straggler}
+
+
+_PHASES = {f"time/{phase.value}" for phase in Phase}
 
 
 def _slowdown(incident: Incident) -> float:

@@ -60,6 +60,8 @@ class IncidentCallback:
         """Call the callbacks with all incidents that are known by now, and stop. Idempotent."""
         self._closing.set()
         self._thread.join(timeout=2 * _POLL_SECONDS)
+        if not self._thread.is_alive():
+            self._callbacks = ()  # they refer to parts that are closed as well
 
     def look(self) -> None:
         """Take what is new in the file, and call the callbacks."""

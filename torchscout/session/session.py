@@ -267,7 +267,7 @@ class Session:
         self._guarded(lambda: self._end(certified, how_ended(error), why_ended(error)))
         self._restore_sigterm()
         self._guarded(self._undo.close)
-        self._monitor = self._checkpoints = None
+        self._monitor = self._checkpoints = self._recovery = None
 
     def _start_after(self, step: int) -> None:
         self._boundary.step = step
