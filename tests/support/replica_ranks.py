@@ -114,12 +114,12 @@ class Rank:
 
 
 @contextmanager
-def ranks(folder: Path, token: str, hosts: Sequence[str]) -> Iterator[list[Rank]]:
+def ranks(folder: Path, token: str, hosts: Sequence[str], patience: float = PATIENCE) -> Iterator[list[Rank]]:
     """Start one connected rank for each host; ranks of one host share a memory."""
     with ExitStack() as ends:
         started = []
         for rank, host in enumerate(hosts):
-            started.append(Rank(rank, folder / host, token))
+            started.append(Rank(rank, folder / host, token, patience=patience))
             ends.callback(started[-1].end)
         for each in started:
             each.ask("connect", [other.address for other in started], list(hosts))

@@ -210,7 +210,7 @@ def test_a_writer_killed_at_any_instant_leaves_a_whole_state_and_never_an_older_
         assert found.doubt is None, "the file is whole"
         assert found.gate.step >= last
         last = found.gate.step
-    assert last > 5, "they got to write"
+    assert last > 1, "they got to write"
 
 
 def test_a_failed_write_leaves_what_was_there(tmp_path: Path):
