@@ -68,6 +68,12 @@ def test_one_rank_reports_and_all_leave(tmp_path: Path, monkeypatch: pytest.Monk
     assert len(IncidentLog.read(tmp_path / "run").decisions) == 1
 
 
+def test_a_run_directory_that_cannot_be_written_does_not_keep_a_worker(tmp_path: Path):
+    (tmp_path / "run").touch()
+    assert handled(tmp_path, HANG, ACT, plan_folder=tmp_path / "plans") == [EXIT_STATUS]
+    assert RestartPlan.read(tmp_path / "plans").failure is Failure.HANG
+
+
 def test_a_stop_that_cannot_be_written_does_not_end_the_worker(tmp_path: Path):
     """Without the plan the launcher would restart the job again and again."""
     (tmp_path / "file").touch()

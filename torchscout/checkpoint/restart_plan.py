@@ -55,7 +55,7 @@ class RestartPlan:
         )
 
     def used(self) -> RestartPlan:
-        """The plan once its checkpoint is loaded: whatever happens next has another cause."""
+        """The plan after its checkpoint has been loaded, when its failure no longer applies."""
         return replace(self, failure=Failure.OTHER, sentence="")
 
     @classmethod

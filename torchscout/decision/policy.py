@@ -51,8 +51,8 @@ def decide(
 def _hang(incident: Incident, _: RecoveryConfig) -> Decision:
     if incident.action is Action.REPLACE:
         return _decision(incident, Action.REPLACE, Failure.MACHINES_GONE, "cannot be reached")
-    # A named rank is late, whatever holds it up. If ranks communicate different things, it is not always
-    # clear which one is wrong, but a restart helps in any case.
+    # A named rank is late, whatever the reason. If ranks communicate different things, it is not always clear
+    # which one is wrong, but a restart helps in any case.
     if incident.scope in (Scope.RANK, Scope.MACHINE) or incident.action is Action.RESTART:
         return _decision(incident, Action.RESTART, Failure.HANG, "stopped the job")
     return _decision(incident, Action.INSPECT, Failure.HANG, "no rank is behind the others")

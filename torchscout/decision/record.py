@@ -199,6 +199,11 @@ class Incident:
         peers = self.records[0].peers
         return next((rank for rank in peers if rank not in self.ranks), peers[0])
 
+    @property
+    def logged_by(self) -> int:
+        """The rank that logs the incident: rank 0, unless it is named itself and may not be able to run."""
+        return self.reporter if 0 in self.ranks else 0
+
     def to_json(self) -> dict[str, Any]:
         deciding = self.records[0].to_json()
         return {

@@ -86,8 +86,7 @@ class IncidentCallback:
         if isinstance(item, Incident):
             self.incidents.append(item)
             self._uncalled.put(item)
-            # Rank 0 logs, unless it is named itself and may not be able to run.
-            if self._rank == (item.reporter if 0 in item.ranks else 0):
+            if self._rank == item.logged_by:
                 log_incident(item)
         elif isinstance(item, Resolved) and self._rank == 0:
             log_incident(item)

@@ -93,8 +93,7 @@ class Recovery:
         decision = decide(incident, self.plan.restarts, self.config, has_verified=has_verified)
         is_carried_out = self.can_act and is_allowed(decision, self.config)
         decision = replace(decision, is_carried_out=is_carried_out)
-        # Rank 0 reports, unless it is named itself and may not be able to run.
-        if self.job.rank == (incident.reporter if 0 in incident.ranks else 0):
+        if self.job.rank == incident.logged_by:
             self._report(decision)
         elif is_carried_out:
             time.sleep(_SECONDS_TO_REPORT)
@@ -113,8 +112,9 @@ class Recovery:
         recorder = JsonlRecorder(self.job.run_dir, self.job.rank)
         try:
             recorder.record(decision)
-        finally:
             recorder.close()
+        except OSError as error:  # a full disk must not keep this rank from leaving
+            log.warning("the decision could not be recorded: %s", error)
 
     def _leave(self, decision: Decision) -> None:
         assert self.folder is not None

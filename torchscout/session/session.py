@@ -95,7 +95,7 @@ class Session:
         self._replay, self._replay_off = parts.replay, parts.replay_off
         self._pid = os.getpid()
         self._end_once = threading.Lock()
-        """Acquired by whoever writes how the session ended, and never released."""
+        """Acquired once, by the thread that records how the session ended."""
         self._handled = sys.exc_info()[1]  # the program may already be in an ``except`` block
         atexit.register(self._at_exit)
         self._restore_sigterm: Callable[[], None] = lambda: None
