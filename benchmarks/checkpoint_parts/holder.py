@@ -1,7 +1,7 @@
 """The other machine of ``replicate``: a process that takes copies, and plain bytes over TCP beside them.
 
 ``python holder.py MEMORY TOKEN`` prints where it listens; it ends with its standard input. It does not import
-torch: a holder's work is done by one thread of a trainer.
+torch: a holder's work is done by a process beside the trainer, whose id is printed too.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def main(memory: Path, token: str) -> None:
     replicator = Replicator(1, memory, token)
     listener = socket.create_server(("127.0.0.1", 0))
     threading.Thread(target=_take_plain_bytes, args=(listener, memory / "plain"), daemon=True).start()
-    print(json.dumps([replicator.address, listener.getsockname()]), flush=True)
+    print(json.dumps([replicator.address, listener.getsockname(), replicator.pid]), flush=True)
     replicator.connect([tuple(each) for each in json.loads(sys.stdin.readline())], ["a", "b"])
     sys.stdin.read()
     replicator.close()

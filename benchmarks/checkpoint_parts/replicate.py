@@ -1,14 +1,16 @@
 """How fast a copy gets into another process' memory, and how much slower training is meanwhile.
 
 Both ends are on this machine. The yardstick is the same file over a plain TCP connection, neither encrypted
-nor verified, into the same file system; for training, steps beside two processes that only compute, because a
-copy keeps about a core busy at each end.
+nor verified, into the same file system; for training, steps beside two processes that only compute. The share
+of a core is that of the process that copies, at each end. ``aes_gb_s`` is what one core encrypts, and with it
+the bound of what an encrypted copy can reach.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import socket
 import statistics
 import subprocess
@@ -17,7 +19,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -40,19 +42,31 @@ def replicate(megabytes: int) -> Figures:
     torch.set_num_threads(1)
     job = Job(megabytes)
     job.step()
-    with in_memory() as folder, _ends(folder) as (replicator, plain):
+    with in_memory() as folder, _ends(folder) as (replicator, plain, holder):
         snapshots = Snapshots(made(folder / "owner"), 0, copies=2)
-        rounds = [_one_round(job, snapshots, replicator, plain, number) for number in range(ROUNDS + WARM)]
+        ends = Ends(replicator, plain, (replicator.pid, holder))
+        rounds = [_one_round(job, snapshots, ends, number) for number in range(ROUNDS + WARM)]
         problems = replicator.problems()
         snapshots.close()
     assert not problems, problems
     return _figures(rounds[WARM:])
 
 
-def _one_round(
-    job: Job, snapshots: Snapshots, replicator: Any, plain: tuple[str, int], number: int
-) -> dict[str, Any]:
+class Ends(NamedTuple):
+    replicator: Any
+    plain: tuple[str, int]
+    """Where the other end takes plain bytes."""
+    processes: tuple[int, int]
+    """Which copy: the owner's and the holder's."""
+
+    def cpu_seconds(self) -> list[float]:
+        fields = [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in self.processes]
+        return [(int(each[11]) + int(each[12])) / os.sysconf("SC_CLK_TCK") for each in fields]
+
+
+def _one_round(job: Job, snapshots: Snapshots, ends: Ends, number: int) -> dict[str, Any]:
     """A plain copy, a copy alone, steps alone and beside busy processes, and steps during a copy."""
+    replicator = ends.replicator
     first, second = identity(2 * number + 1), identity(2 * number + 2)
     found: dict[str, Any] = {}
     for name, each in (("alone", first), ("beside training", second)):
@@ -63,14 +77,15 @@ def _one_round(
             assert path is not None
             found["bytes"] = path.stat().st_size
             if name == "alone":
-                found["plain"] = _timed(lambda path=path: _sent_plainly(path, plain))
+                found["plain"] = _timed(lambda path=path: _sent_plainly(path, ends.plain))
                 found["steps"] = [_timed(lambda: _step(job)) for _ in range(STEPS)]
                 with _busy(2):
                     found["steps beside others"] = [_timed(lambda: _step(job)) for _ in range(STEPS)]
-            start = time.perf_counter()
+            used, start = ends.cpu_seconds(), time.perf_counter()
             replicator.send(path)
             steps = _until(lambda each=each: each.generation in replicator.held(), job, name != "alone")
             found[name] = time.perf_counter() - start
+            found[f"{name}, cpu"] = [b - a for a, b in zip(used, ends.cpu_seconds(), strict=True)]
             if steps:
                 found["steps during it"] = steps
         snapshots.retire(each.generation)
@@ -125,8 +140,8 @@ def _sent_plainly(path: Path, address: tuple[str, int]) -> None:
 
 
 @contextmanager
-def _ends(folder: Path) -> Iterator[tuple[Any, tuple[str, int]]]:
-    """This process' end, connected to the other process, and where that one takes plain bytes."""
+def _ends(folder: Path) -> Iterator[tuple[Any, tuple[str, int], int]]:
+    """This process' end, connected to the other; where that takes plain bytes, and which process copies."""
     from torchscout.checkpoint.replication.replicator import Replicator
     from torchscout.utils.network import new_token
 
@@ -139,12 +154,12 @@ def _ends(folder: Path) -> Iterator[tuple[Any, tuple[str, int]]]:
     try:
         assert holder.stdin is not None
         assert holder.stdout is not None
-        there, plain = (tuple(each) for each in json.loads(holder.stdout.readline()))
-        addresses = [replicator.address, there]
+        there, plain, copying = json.loads(holder.stdout.readline())
+        addresses = [replicator.address, tuple(there)]
         holder.stdin.write(json.dumps(addresses).encode() + b"\n")
         holder.stdin.flush()
         replicator.connect(addresses, ["a", "b"])
-        yield replicator, plain
+        yield replicator, tuple(plain), copying
     finally:
         replicator.close()
         holder.kill()
@@ -162,12 +177,32 @@ def _figures(rounds: list[dict[str, Any]]) -> Figures:
     )
     return {
         "state": {"megabytes": round(size / 2**20, 1), "step_ms": ms(statistics.median(bare))},
+        "AES-128-GCM": {"aes_gb_s": round(_encrypted_per_second() / 1e9, 2)},
         "plain TCP": _row(plain, size),
-        "copy": _row(copy, size) | {"to_plain_tcp": round(plain / copy, 3)},
-        "copy, training": _row(beside, size),
+        "copy": _row(copy, size) | _cores(rounds, "alone") | {"to_plain_tcp": round(plain / copy, 3)},
+        "copy, training": _row(beside, size) | _cores(rounds, "beside training"),
         "steps during it": _inflation(during, bare),
         "beside 2 processes": _inflation(others, bare),
     }
+
+
+def _cores(rounds: list[dict[str, Any]], name: str) -> dict[str, Any]:
+    """Cores that the processes at both ends kept busy while a copy was made."""
+    shares = [[seconds / row[name] for seconds in row[f"{name}, cpu"]] for row in rounds]
+    sends, receives = (round(statistics.median(column), 2) for column in zip(*shares, strict=True))
+    return {"cores_sending": sends, "cores_receiving": receives}
+
+
+def _encrypted_per_second() -> float:
+    from torchscout.utils.aes_gcm import KEY_BYTES, TAG_BYTES, AesGcm
+
+    size = 1 << 20
+    cipher, plain, sealed = (
+        AesGcm(bytes(KEY_BYTES), encrypts=True),
+        bytearray(size),
+        bytearray(size + TAG_BYTES),
+    )
+    return size / min(_timed(lambda: cipher.encrypt(0, plain, size, sealed)) for _ in range(200))
 
 
 def _inflation(steps: list[float], bare: list[float]) -> dict[str, Any]:

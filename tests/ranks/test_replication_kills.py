@@ -87,7 +87,9 @@ def test_a_machine_lost_in_the_middle_of_a_copy_takes_all_back_to_the_generation
             each.wait(30)
         assert outcomes(tmp_path / "life", RANKS) == ["killed"] * RANKS
         assert half_come(one, after=4), "it was killed in the middle"
-        assert whole(folders([one])) == {Generation(4): {0, 1}, Generation(6): {0}}
+        left = whole(folders([one]))
+        left.pop(Generation(2), None)  # a copy arrives beside the trainer, which may not have retired it yet
+        assert left == {Generation(4): {0, 1}, Generation(6): {0}}
         two.kill()
         again = replace(PLAN, run_dir=tmp_path / "again")
         for rank, each in enumerate(spread((one, three), again, tmp_path / "second")):

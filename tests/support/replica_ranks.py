@@ -20,8 +20,12 @@ from pathlib import Path
 from typing import Any
 
 from torchscout.checkpoint.generation import Generation, TrustLevel
+from torchscout.checkpoint.replication import messages as wire
+from torchscout.checkpoint.replication.streams import PIECE, Secret
 from torchscout.checkpoint.storage.shard_format import Blob, ShardIdentity, encode
 from torchscout.checkpoint.storage.shards import path_of, write
+from torchscout.utils.aes_gcm import TAG_BYTES, AesGcm
+from torchscout.utils.listener import MAGIC
 
 PATIENCE = 1.0
 _PROGRAM = """
@@ -34,7 +38,7 @@ rank, memory, token, port, patience = sys.argv[1:]
 replicator = Replicator(int(rank), Path(memory), token, listens=("127.0.0.1", int(port)),
                         timeout_seconds=float(patience))
 assert "torch" not in sys.modules
-print(json.dumps(replicator.address), flush=True)
+print(json.dumps([replicator.address, replicator.pid]), flush=True)
 for line in sys.stdin:
     name, *arguments = json.loads(line)
     if name == "connect":
@@ -73,6 +77,31 @@ def files(memory: Path) -> list[str]:
     return sorted(name for _, _, names in os.walk(memory) for name in names)
 
 
+def offer(transfer: str, size: Any, rank: int = 0, step: int = 1, **changes: Any) -> bytes:
+    """The message that announces a shard."""
+    fields = {"identity": identity(rank, step).to_json(), "size": size, **changes}
+    return wire.encode("offer", transfer=transfer, **fields)
+
+
+def sealed_pieces(secret: Secret, data: bytes, number: int = 0) -> bytes:
+    """What a stream sends after its ticket."""
+    cipher, sent = AesGcm(secret.key, encrypts=True), bytearray()
+    for start in range(0, len(data), PIECE):
+        plain = bytearray(data[start : start + PIECE])
+        sealed = bytearray(len(plain) + TAG_BYTES)
+        cipher.encrypt(number + start // PIECE, plain, len(plain), sealed)
+        sent += sealed
+    return bytes(sent)
+
+
+def stream(address: tuple[str, int], ready: dict[str, Any], data: bytes) -> socket.socket:
+    """Send these bytes as the transfer for which the holder is ready; the caller closes the connection."""
+    secret = Secret.from_json(ready["secret"])
+    connection = socket.create_connection(address)
+    connection.sendall(MAGIC + secret.ticket + sealed_pieces(secret, data))
+    return connection
+
+
 class Rank:
     """One process with its own memory."""
 
@@ -84,7 +113,7 @@ class Rank:
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
         )
-        host, number = self._answer()
+        (host, number), self.copying = self._answer()
         self.address = (host, number)
 
     def ask(self, name: str, *arguments: Any) -> Any:
@@ -98,11 +127,15 @@ class Rank:
         return [step for step, _ in self.ask("held")]
 
     def signal(self, number: signal.Signals) -> None:
-        self.process.send_signal(number)
+        """To the rank and to the process that makes its copies."""
+        for pid in (self.process.pid, self.copying):
+            os.kill(pid, number)
         if number == signal.SIGKILL:
             self.process.wait()
 
     def end(self) -> None:
+        with suppress(ProcessLookupError):
+            os.kill(self.copying, signal.SIGKILL)
         self.process.kill()
         self.process.communicate()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 import socket
@@ -15,7 +16,7 @@ from pathlib import Path
 import pytest
 import zmq
 
-from tests.support.replica_ranks import identity, seal
+from tests.support.replica_ranks import identity, offer, seal, stream
 from tests.support.small_job import until
 from tests.unit.test_board import CONFIG, TOKEN, Board
 from torchscout.checkpoint.replication import messages as wire
@@ -186,13 +187,15 @@ def send_a_copy(address: tuple[str, int], folder: Path) -> None:
     context: zmq.Context = zmq.Context()
     peer = wire.connect(context, TOKEN, 0, address)
     data = seal(folder / "made", 0, 1).read_bytes()
-    peer.sndtimeo = 30_000
-    named = {"identity": identity(0, 1).to_json(), "size": len(data)}
-    peer.send(wire.encode("offer", transfer="t", **named))
-    peer.send_multipart([wire.encode("chunk", transfer="t", offset=0), data])
+    peer.sndtimeo = peer.rcvtimeo = 30_000
+    peer.send(offer("t", len(data)))
+    ready = json.loads(peer.recv())
+    assert ready["kind"] == "ready", ready
+    connection = stream(address, ready, data)
     kept = path_of(folder / "b", identity(0, 1), 1)
     until(kept.exists, "the copy arrived")
     assert kept.read_bytes() == data
+    connection.close()
     context.destroy(linger=0)
 
 
@@ -263,19 +266,21 @@ def test_sockets_that_cannot_be_made_leave_nothing_open():
     context.term()
 
 
-def test_a_listener_that_is_killed_is_started_again_where_it_was(replicator: Replicator, tmp_path: Path):
-    replicator._listener._process.kill()
-    until(lambda: replicator._listener.restarts, "it was noticed")
+def test_a_process_that_is_killed_is_started_again_where_it_was(replicator: Replicator, tmp_path: Path):
+    killed = replicator.pid
+    assert killed is not None
+    os.kill(killed, 9)
+    until(lambda: replicator.pid not in (None, killed), "it was noticed")
     send_a_copy(replicator.address, tmp_path)
     assert any("was restarted" in each for each in replicator.problems())
 
 
-def test_a_listener_ends_with_its_trainer_even_if_children_live_on(tmp_path: Path):
+def test_a_process_ends_with_its_trainer_even_if_children_live_on(tmp_path: Path):
     script = (
         "import os, sys, time; from pathlib import Path\n"
         "from torchscout.checkpoint.replication.replicator import Replicator\n"
         f"r = Replicator(1, Path({str(tmp_path)!r}), {TOKEN!r})\n"
-        "print(r._listener._process.pid, flush=True)\n"
+        "print(r.pid, flush=True)\n"
         "child = os.fork()\n"
         "if child == 0: os.close(1); time.sleep(60); os._exit(0)\n"
         "print(child, flush=True); os.kill(os.getpid(), 9)\n"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Iterator
-from itertools import product
+from itertools import combinations, product
 from math import ceil
 
 import pytest
@@ -44,11 +44,43 @@ def test_nobody_holds_more_copies_than_somebody_must():
         assert max(Counter(replica_holders(hosts).values()).values()) == needed, hosts
 
 
-def test_machines_of_equal_size_hold_for_each_other_as_whole_machines():
-    hosts = [host for host in "abc" for _ in range(4)]
-    found = replica_holders(hosts)
-    pairs = {(hosts[rank], hosts[holder]) for rank, holder in found.items() if holder is not None}
-    assert pairs == {("a", "b"), ("b", "c"), ("c", "a")}
+def lost_with(hosts: list[str], failed: set[str]) -> list[int]:
+    """The ranks whose state is gone if these machines fail."""
+    holders = replica_holders(hosts)
+    return [
+        rank
+        for rank, holder in holders.items()
+        if holder is not None and {hosts[rank], hosts[holder]} <= failed
+    ]
+
+
+@pytest.mark.parametrize("machines", range(2, 18))
+@pytest.mark.parametrize("ranks", [1, 3, 8])
+def test_half_as_many_pairs_of_machines_are_fatal_as_in_a_ring(machines: int, ranks: int):
+    hosts = [f"host-{number}" for number in range(machines) for _ in range(ranks)]
+    pairs = list(combinations(sorted(set(hosts)), 2))
+    fatal = [pair for pair in pairs if lost_with(hosts, set(pair))]
+    odd = machines % 2
+    assert len(fatal) == (machines - 3 * odd) // 2 + 3 * odd  # one group of three if the number is odd
+    assert len(fatal) <= (1 if machines == 2 else machines), "a ring has as many as it has machines"
+    assert not any(lost_with(hosts, {host}) for host in hosts), "one machine alone is never fatal"
+
+
+@pytest.mark.parametrize(
+    ("hosts", "links"),
+    [
+        ("aabb", "ab ba"),
+        ("aabbcc", "ab bc ca"),
+        ("aabbccdd", "ab ba cd dc"),
+        ("aabbccddeee", "ea eb ae be ab cd dc"),  # e alone has no partner
+        ("aaaabbbbccd", "ab ba bc bd ca da"),
+    ],
+)
+def test_machines_without_a_partner_of_equal_size_form_one_group(hosts: str, links: str):
+    found = {
+        hosts[rank] + hosts[holder] for rank, holder in replica_holders(hosts).items() if holder is not None
+    }
+    assert found == set(links.split())
 
 
 def test_placement_is_independent_of_host_names_and_of_the_asking_rank():

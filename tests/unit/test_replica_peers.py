@@ -13,12 +13,15 @@ from typing import Any
 import pytest
 import zmq
 
-from tests.support.replica_ranks import files, identity, seal
+from tests.support.replica_ranks import files, identity, offer, seal, sealed_pieces, stream
 from tests.support.small_job import until
 from torchscout.checkpoint.replication import messages as wire
 from torchscout.checkpoint.replication.replicator import Replicator
+from torchscout.checkpoint.replication.streams import PIECE, Secret
 from torchscout.checkpoint.storage.shards import path_of
 from torchscout.errors import CheckpointError
+from torchscout.utils.aes_gcm import TAG_BYTES, AesGcm
+from torchscout.utils.listener import MAGIC, TICKET_BYTES, Listener
 from torchscout.utils.network import new_token
 
 TOKEN = new_token()
@@ -27,9 +30,30 @@ TOKEN = new_token()
 class Peer:
     """The other end of a connection."""
 
-    def __init__(self, open_socket: Callable[[Any], Any]) -> None:
+    def __init__(self, open_socket: Callable[[Any], Any], address: tuple[str, int] = ("", 0)) -> None:
         self.context: zmq.Context = zmq.Context()
         self.socket = open_socket(self.context)
+        self.address = address
+        self.connections: list[socket.socket] = []
+        """Of streams, in either direction."""
+
+    def stream(self, ready: dict[str, Any], data: bytes) -> None:
+        self.connections.append(stream(self.address, ready, data))
+
+    def admit(self, _ticket: bytes, connection: socket.socket) -> bool:
+        connection.setblocking(True)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)  # little is on its way at once
+        self.connections.append(connection)
+        return True
+
+    def offer(self, transfer: str, data: bytes, announced: bytes | None = None) -> dict[str, Any]:
+        """Offer a shard and send these bytes; what the holder says to it."""
+        self.send(announced or offer(transfer, len(data)))
+        answer = self.receive_next("ready", "refused", transfer=transfer)
+        if answer["kind"] == "ready":
+            self.stream(answer, data)
+            answer = self.receive_next("sealed", "refused", transfer=transfer)
+        return answer
 
     def send(self, *frames: bytes) -> None:
         self.socket.send_multipart(frames)
@@ -45,13 +69,15 @@ class Peer:
         return until(found, f"{kinds} came")
 
     def close(self) -> None:
+        for each in self.connections:
+            each.close()
         self.context.destroy(linger=0)
 
 
 @pytest.fixture
-def replicator(tmp_path: Path) -> Iterator[Replicator]:
-    """Rank 1, which holds for rank 0."""
-    replicator = Replicator(1, tmp_path / "b", TOKEN, timeout_seconds=0.5)
+def replicator(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Replicator]:
+    """Rank 1, which holds for rank 0; a parameter is its timeout."""
+    replicator = Replicator(1, tmp_path / "b", TOKEN, timeout_seconds=getattr(request, "param", 0.5))
     yield replicator
     replicator.close()
 
@@ -60,7 +86,7 @@ def replicator(tmp_path: Path) -> Iterator[Replicator]:
 def owner(replicator: Replicator) -> Iterator[Peer]:
     """Rank 0, by hand."""
     replicator.connect([("127.0.0.1", 9), replicator.address], "ab")
-    peer = Peer(lambda context: wire.connect(context, TOKEN, 0, replicator.address))
+    peer = Peer(lambda context: wire.connect(context, TOKEN, 0, replicator.address), replicator.address)
     yield peer
     peer.close()
 
@@ -68,20 +94,14 @@ def owner(replicator: Replicator) -> Iterator[Peer]:
 @pytest.fixture
 def holder(replicator: Replicator) -> Iterator[Peer]:
     """Rank 0 as the holder of rank 1's copy, by hand."""
-    peer = Peer(lambda context: wire.listen(context, TOKEN, "tcp://127.0.0.1:*"))
-    port = int(peer.socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
-    replicator.connect([("127.0.0.1", port), replicator.address], "ab")
+    name = f"torchscout-test-holder-{os.getpid()}"
+    peer = Peer(lambda context: wire.listen(context, TOKEN, f"ipc://@{name}"))
+    listener = Listener(("127.0.0.1", 0), name, admit=peer.admit)
+    listener.start()
+    replicator.connect([("127.0.0.1", listener.port), replicator.address], "ab")
     yield peer
+    listener.close()
     peer.close()
-
-
-def offer(transfer: str, size: Any, rank: int = 0, step: int = 1, **changes: Any) -> bytes:
-    fields = {"identity": identity(rank, step).to_json(), "size": size, **changes}
-    return wire.encode("offer", transfer=transfer, **fields)
-
-
-def chunk(transfer: str, offset: Any) -> bytes:
-    return wire.encode("chunk", transfer=transfer, offset=offset)
 
 
 def shard(tmp_path: Path, rank: int = 0, step: int = 1) -> bytes:
@@ -89,12 +109,8 @@ def shard(tmp_path: Path, rank: int = 0, step: int = 1) -> bytes:
 
 
 def test_a_valid_shard_is_received_and_sealed(owner: Peer, tmp_path: Path):
-    data = shard(tmp_path)
-    owner.send(offer("t", len(data)))
-    assert owner.receive_next("credit", "refused")["upto"] == len(data)
-    for start in range(0, len(data), 4000):
-        owner.send(chunk("t", start), data[start : start + 4000])
-    owner.receive_next("sealed")
+    data = seal(tmp_path / "made", 0, 1, size=2 * PIECE + 99).read_bytes()
+    assert owner.offer("t", data)["kind"] == "sealed"
     assert path_of(tmp_path / "b", identity(0, 1), 1).read_bytes() == data
 
 
@@ -102,59 +118,109 @@ def test_a_valid_shard_is_received_and_sealed(owner: Peer, tmp_path: Path):
 def test_a_flipped_bit_anywhere_is_refused(owner: Peer, tmp_path: Path, place: int):
     data = bytearray(shard(tmp_path))
     data[place] ^= 16
+    assert owner.offer("t", bytes(data))["kind"] == "refused"
+    until(lambda: files(tmp_path / "b") == [], "nothing is kept of it")
+
+
+def damaged_streams(secret: Secret, data: bytes) -> Iterator[bytes]:
+    """What a hostile machine on the way could make of a stream of three pieces."""
+    whole = sealed_pieces(secret, data)
+    step = PIECE + TAG_BYTES
+    first, second, last = whole[:step], whole[step : 2 * step], whole[2 * step :]
+    for place in (0, PIECE - 1, PIECE, step - 1, step + 9, len(whole) - 1):
+        yield whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :]
+    yield second + first + last
+    yield first + first + last
+    yield sealed_pieces(Secret.new(), data)  # with another key
+    yield os.urandom(len(whole))
+    yield bytes(len(whole))
+
+
+@pytest.mark.parametrize("number", range(11))
+def test_what_was_changed_on_its_way_is_refused(owner: Peer, tmp_path: Path, number: int):
+    data = seal(tmp_path / "made", 0, 1, size=2 * PIECE + 99).read_bytes()
     owner.send(offer("t", len(data)))
-    owner.send(chunk("t", 0), bytes(data))
-    assert owner.receive_next("refused", "sealed")["kind"] == "refused"
-    assert files(tmp_path / "b") == []
+    secret = Secret.from_json(owner.receive_next("ready")["secret"])
+    with socket.create_connection(owner.address) as connection:
+        connection.sendall(MAGIC + secret.ticket + [*damaged_streams(secret, data)][number])
+        answer = owner.receive_next("refused", "sealed")
+    assert answer["kind"] == "refused"
+    assert "damaged in transit" in answer["why"]
+    until(lambda: files(tmp_path / "b") == [], "nothing is kept of it")
+
+
+def test_a_stream_that_ends_early_leaves_nothing(owner: Peer, tmp_path: Path):
+    data = seal(tmp_path / "made", 0, 1, size=2 * PIECE + 99).read_bytes()
+    owner.send(offer("t", len(data)))
+    secret = Secret.from_json(owner.receive_next("ready")["secret"])
+    assert files(tmp_path / "b") != []
+    with socket.create_connection(owner.address) as connection:
+        connection.sendall(MAGIC + secret.ticket + sealed_pieces(secret, data)[: PIECE + 300])
+    until(lambda: files(tmp_path / "b") == [], "it is dropped")
+
+
+def is_closed(connection: socket.socket) -> bool:
+    """ZeroMQ may greet a connection before it has sent anything."""
+    connection.settimeout(20)
+    try:
+        while connection.recv(100):
+            pass
+    except ConnectionError:
+        return True
+    except TimeoutError:
+        return False
+    return True
+
+
+def test_a_ticket_admits_one_connection_only(owner: Peer, tmp_path: Path):
+    data = shard(tmp_path)
+    owner.send(offer("t", len(data)))
+    secret = Secret.from_json(owner.receive_next("ready")["secret"])
+    opening = MAGIC + secret.ticket
+    for wrong in (MAGIC + bytes(TICKET_BYTES), b"s" * len(opening), opening[:-1] + b"?"):
+        with socket.create_connection(owner.address) as stranger:
+            stranger.sendall(wrong + bytes(100_000))
+            assert is_closed(stranger)
+    with socket.create_connection(owner.address) as connection:
+        for number in range(len(opening)):  # however slowly it comes
+            connection.sendall(opening[number : number + 1])
+        until(lambda: _second_is_closed(owner.address, opening), "nobody else is admitted with it")
+        connection.sendall(sealed_pieces(secret, data))
+        assert owner.receive_next("sealed", "refused")["kind"] == "sealed"
+
+
+def _second_is_closed(address: tuple[str, int], opening: bytes) -> bool:
+    with socket.create_connection(address) as second:
+        second.sendall(opening)
+        return is_closed(second)
 
 
 def test_the_announced_size_and_identity_must_be_those_of_the_bytes(owner: Peer, tmp_path: Path):
     data = shard(tmp_path)
-    for number, (announced, reason) in enumerate(
-        {
-            offer("0", len(data) - 1): "bytes",
-            offer("1", len(data) + 1): "bytes",
-            offer("2", len(data), step=2): "announced as the state of rank 0 of 2 at step 2",
-            offer("3", 1 << 55): "has too little space",
-            offer("4", 0): "not the size of a shard",
-            offer("5", True): "not the size of a shard",
-            offer("6", 10, rank=1): "rank 0 offers the state of rank 1",
-            offer("7", 10, identity={"job": "j"}): "identity must have",
-        }.items()
+    for number, (announced, sent, reason) in enumerate(
+        [
+            (offer("0", len(data) - 1), data[:-1], "bytes"),
+            (offer("1", len(data) + 1), data + b"x", "bytes"),
+            (offer("2", len(data), step=2), data, "announced as the state of rank 0 of 2 at step 2"),
+            (offer("3", 1 << 55), data, "has too little space"),
+            (offer("4", 0), data, "not the size of a shard"),
+            (offer("5", True), data, "not the size of a shard"),
+            (offer("6", 10, rank=1), data, "rank 0 offers the state of rank 1"),
+            (offer("7", 10, identity={"job": "j"}), data, "identity must have"),
+        ]
     ):
-        owner.send(announced)
-        owner.send(chunk(str(number), 0), data + b"x" * (number == 1))
-        answer = owner.receive_next("refused", "sealed", transfer=str(number))
+        answer = owner.offer(str(number), sent, announced)
         assert answer["kind"] == "refused", number
         assert reason in answer["why"]
-        assert files(tmp_path / "b") == []
+        until(lambda: files(tmp_path / "b") == [], "nothing is kept of it")
 
 
-def test_pieces_out_of_order_beyond_the_credit_or_of_nothing_are_refused(owner: Peer, tmp_path: Path):
+def test_a_new_offer_gives_up_the_transfer_in_progress(owner: Peer, tmp_path: Path):
     data = shard(tmp_path)
-    for offset, piece in (
-        (1, data),
-        (-1, data),
-        (True, data),
-        ("0", data),
-        (None, data),
-        (0, b""),
-        (0, data + b"x"),
-    ):
-        owner.send(offer("t", len(data)))
-        owner.send(chunk("t", offset), piece)
-        assert owner.receive_next("refused", "sealed")["kind"] == "refused", offset
-    owner.send(chunk("unknown", 0), data)
-    assert "no such transfer is in progress" in owner.receive_next("refused")["why"]
-    owner.send(offer("t", wire.WINDOW * 3))
-    for offset in range(0, wire.WINDOW + wire.CHUNK, wire.CHUNK):
-        owner.send(chunk("t", offset), bytes(wire.CHUNK))
-    owner.receive_next("credit")
-    assert files(tmp_path / "b") != [], "what is within the credit is taken"
-    owner.send(offer("u", len(data)))
-    owner.send(chunk("u", 0), data)
-    owner.receive_next("sealed")
-    assert len(files(tmp_path / "b")) == 1, "who begins anew has given up what was under way"
+    owner.send(offer("t", PIECE * 3))
+    owner.stream(owner.receive_next("ready"), bytes(PIECE))
+    assert owner.offer("u", data)["kind"] == "sealed"
+    until(lambda: len(files(tmp_path / "b")) == 1, "of the first nothing is left")
 
 
 def test_a_rank_that_is_not_in_its_care_is_refused(replicator: Replicator, owner: Peer, tmp_path: Path):
@@ -168,10 +234,9 @@ def rubbish() -> Iterator[list[bytes]]:
     chance = random.Random(5)
     kinds = [
         "offer",
-        "chunk",
+        "ready",
         "hello",
         "retire",
-        "credit",
         "sealed",
         "refused",
         "holding",
@@ -187,7 +252,7 @@ def rubbish() -> Iterator[list[bytes]]:
     yield [b"\xff\xfe", b"x"]
     yield [b'{"kind":"offer"}', b"", b"", b""]
     for _ in range(400):
-        names = ("transfer", "identity", "size", "offset", "upto", "why", "generations")
+        names = ("transfer", "identity", "size", "secret", "why", "generations")
         fields = {name: chance.choice(values) for name in names if chance.random() < 0.7}
         yield [
             json.dumps({"kind": chance.choice(kinds), **fields}).encode(),
@@ -203,10 +268,7 @@ def test_malformed_messages_of_an_owner_do_no_harm(replicator: Replicator, owner
         for frames in rubbish():
             stranger.send(*frames)
         stranger.close()
-    data = shard(tmp_path)
-    owner.send(offer("good", len(data)))
-    owner.send(chunk("good", 0), data)
-    owner.receive_next("sealed")
+    assert owner.offer("good", shard(tmp_path))["kind"] == "sealed"
     assert len(files(tmp_path / "b")) == 1
     assert "thread failed" not in " ".join(replicator.problems())
 
@@ -218,13 +280,12 @@ def test_malformed_messages_from_outside_the_job_do_no_harm(
         os.urandom(1 << 16),
         b"GET / HTTP/1.1\r\n\r\n",
         b"\xff" + bytes(8) + b"\x7f" + os.urandom(99),
+        MAGIC,
+        MAGIC + os.urandom(1 << 16),
     ):
         with socket.create_connection(replicator.address) as plain:
             plain.sendall(data)
-    whole = shard(tmp_path)
-    owner.send(offer("good", len(whole)))
-    owner.send(chunk("good", 0), whole)
-    owner.receive_next("sealed")
+    assert owner.offer("good", shard(tmp_path))["kind"] == "sealed"
 
 
 def next_message(holder: Peer, kind: str) -> wire.ReceivedMessage:
@@ -247,7 +308,7 @@ def test_an_acknowledgement_of_an_unsent_shard_is_rejected(
     replicator: Replicator, holder: Peer, tmp_path: Path
 ):
     replicator.send(seal(tmp_path / "b", 1, 4))
-    name, message, _ = next_message(holder, "offer")
+    name, message = next_message(holder, "offer")
     holder.send(name, wire.encode("sealed", transfer=message["transfer"]))
     problem(replicator, "step 4 of rank 1 has no copy at rank 0")
     assert replicator.held() == frozenset()
@@ -257,32 +318,41 @@ def test_a_holder_that_takes_nothing_or_answers_malformed_messages_is_reported(
     replicator: Replicator, holder: Peer, tmp_path: Path
 ):
     replicator.send(seal(tmp_path / "b", 1, 4))
-    name, message, _ = next_message(holder, "offer")
-    for upto in (-1, 0, 1 << 60, None, "9", 0.5):
-        holder.send(name, wire.encode("credit", transfer=message["transfer"], upto=upto))
+    name, message = next_message(holder, "offer")
+    for secret in (None, 9, "", "00", "x" * 64, "00" * 33, "²" * 32):
+        holder.send(name, wire.encode("ready", transfer=message["transfer"], secret=secret))
     for frames in rubbish():
         holder.send(name, *frames)
     problem(replicator, "did not answer for 0.5 s")
     assert replicator.held() == frozenset()
 
 
+@pytest.mark.parametrize("replicator", [2.0], indirect=True)
 def test_a_slow_holder_is_reported_and_its_copy_counts(replicator: Replicator, holder: Peer, tmp_path: Path):
-    path = seal(tmp_path / "b", 1, 4)
+    path = seal(tmp_path / "b", 1, 4, size=30 * PIECE)
     replicator.send(path)
-    name, message, _ = next_message(holder, "offer")
-    taken, size = bytearray(), path.stat().st_size
-    while len(taken) < size:
-        upto = min(size, len(taken) + 1 + size // 6)
-        holder.send(name, wire.encode("credit", transfer=message["transfer"], upto=upto))
-        received = next_message(holder, "chunk")
-        assert received.message["offset"] == len(taken)
-        taken += received.data
-        assert len(taken) <= upto, "never more than there is room for"
-        holder.socket.poll(250)
+    name, message = next_message(holder, "offer")
+    secret = Secret.new()
+    holder.send(name, wire.encode("ready", transfer=message["transfer"], secret=secret.to_json()))
+    until(lambda: holder.connections, "the stream came")
+    (connection,) = holder.connections
+    assert connection.recv(99, socket.MSG_PEEK)
+    sealed, size = bytearray(), path.stat().st_size
+    cipher, plain = AesGcm(secret.key, encrypts=False), bytearray(PIECE)
+    taken = b""
+    for number in range(-(-size // PIECE)):
+        length = min(PIECE, size - number * PIECE)
+        sealed = bytearray()
+        while len(sealed) < length + TAG_BYTES:
+            sealed += connection.recv(length + TAG_BYTES - len(sealed))
+        cipher.decrypt(number, sealed, length, plain)
+        taken += plain[:length]
+        holder.socket.poll(100)
+    assert replicator.held() == frozenset()
     holder.send(name, wire.encode("sealed", transfer=message["transfer"]))
     until(replicator.held, "the copy counts")
     problem(replicator, "is slow")
-    assert bytes(taken) == path.read_bytes()
+    assert taken == path.read_bytes()
 
 
 def test_an_address_that_is_taken_is_a_clear_error(replicator: Replicator, tmp_path: Path):
@@ -300,7 +370,7 @@ def test_a_refusal_among_other_messages_does_not_end_the_reading_of_them(
 ):
     """It closes the connection while what came over it is read."""
     replicator.send(seal(tmp_path / "b", 1, 4))
-    name, message, _ = next_message(holder, "offer")
+    name, message = next_message(holder, "offer")
     for _ in range(20):
         holder.send(name, wire.encode("refused", transfer=message["transfer"], why="no room"))
     next_message(holder, "offer")  # it tries again

@@ -8,6 +8,7 @@ from typing import Any
 
 from torchscout.checkpoint.replication import placement
 from torchscout.checkpoint.replication.replicator import Replicator
+from torchscout.checkpoint.totals import Totals
 from torchscout.communicators import Job
 from torchscout.errors import ScoutError
 from torchscout.log import log
@@ -51,6 +52,11 @@ class StateReplication:
         """The newest step of which another machine has a copy of this rank's state."""
         held = frozenset() if self.replicator is None else self.replicator.held()
         return max((each.step for each in held), default=None)
+
+    @property
+    def totals(self) -> Totals:
+        """The copies that another machine has received."""
+        return Totals() if self.replicator is None else self.replicator.totals
 
     def close(self) -> None:
         if self.replicator is not None:

@@ -11,33 +11,38 @@ A connection that has not authenticated
 - may send no more than a handshake needs, within a few seconds.
 
 ZeroMQ 4.3.5 ends its process if no file descriptor is left to accept with. So new connections are closed
-while the process that owns the ZeroMQ socket has few descriptors left; clients connect again.
+while this process has few descriptors left; clients connect again.
 
-One thread serves all connections. It runs in a process of its own for the ZeroMQ socket of a trainer (see
-``listener_process``), and in the process of the hub otherwise. Torch-free.
+A connection may also begin with a ticket instead of ZeroMQ's greeting. If the ticket is valid, the connection
+is handed over as it is, for bytes that ZeroMQ would only slow down (``checkpoint.replication.streams``).
+
+One thread serves all connections, in the process of the hub or in that which copies shards, never in a
+trainer. Torch-free.
 """
 
 from __future__ import annotations
 
 import errno
-import json
 import os
 import resource
-import select
 import selectors
 import socket
-import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 
 from torchscout.utils.procfs import open_descriptors
 
-__all__ = ["Limits", "Listener", "main"]
+__all__ = ["MAGIC", "TICKET_BYTES", "Limits", "Listener"]
 
 Address = tuple[str, int]
 """Host and port."""
+MAGIC = b"scoutcp1"
+"""Begins a connection with a ticket. ZeroMQ's greeting begins with another byte."""
+TICKET_BYTES = 16
+_OPENING_BYTES = len(MAGIC) + TICKET_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +68,7 @@ _BEFORE_READY = 64 + 2 + 168
 _PIECE = 1 << 18
 _BACKLOG = 4096
 _SPARE_DESCRIPTORS = 8
-"""Descriptors that the owner of the ZeroMQ socket must have left, for files that it may open meanwhile."""
+"""Descriptors that this process must have left, for files that it may open meanwhile."""
 _PAUSE_SECONDS = 0.2
 """The pause after a failed accept."""
 
@@ -85,6 +90,8 @@ class _Connection:
     # Bytes from and to the client, until it has authenticated.
     received: int = 0
     sent: int = 0
+    opening: bytes = b""
+    """What a connection with a ticket has sent."""
 
 
 class Listener:
@@ -96,14 +103,15 @@ class Listener:
         inner: str,
         limits: Limits = Limits(),  # noqa: B008
         *,
-        owner: int | None = None,
+        admit: Callable[[bytes, socket.socket], bool] = lambda *_: False,
     ) -> None:
         """Reserve the address; connections are refused until ``start``.
 
-        ``inner`` is the abstract name of the ZeroMQ socket, and ``owner`` the process that has it, by default
-        this one. Raises ``OSError`` if the address is not available.
+        ``inner`` is the abstract name of the ZeroMQ socket. ``admit`` is called, on the listener's thread,
+        with a ticket and the connection that it came with; returns whether it takes the connection over.
+        Raises ``OSError`` if the address is not available.
         """
-        self._inner, self._limits, self._owner = inner, limits, os.getpid() if owner is None else owner
+        self._inner, self._limits, self._admit = inner, limits, admit
         self._connections: set[_Connection] = set()
         self._unauthenticated: dict[_Connection, None] = {}
         """Oldest first."""
@@ -206,7 +214,7 @@ class Listener:
             return
         inner = None
         try:
-            if not _has_descriptors(self._owner):
+            if not _has_descriptors():
                 raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
             inner = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
             inner.connect(f"\0{self._inner}")  # a local socket connects at once or fails
@@ -240,9 +248,13 @@ class Listener:
         if events & selectors.EVENT_WRITE:
             here.pending = here.pending[here.socket.send(here.pending) :]
         if events & selectors.EVENT_READ and not there.pending:
-            data = here.socket.recv(_PIECE)
+            begins = here is outer and not connection.received
+            data = here.socket.recv(_OPENING_BYTES - len(connection.opening) if begins else _PIECE)
             if not data:
                 self._end(connection)
+                return
+            if begins and (connection.opening + data).startswith(MAGIC[:1]):
+                self._open_with_ticket(connection, data)
                 return
             self._count(connection, here, len(data))
             with suppress(BlockingIOError):
@@ -250,6 +262,20 @@ class Listener:
                 there.pending = there.pending[there.socket.send(there.pending) :]
         if connection in self._connections:
             self._watch(connection)
+
+    def _open_with_ticket(self, connection: _Connection, data: bytes) -> None:
+        """Hand the connection over if its ticket is valid, and close it otherwise."""
+        connection.opening += data
+        if len(connection.opening) < _OPENING_BYTES:
+            return
+        outer = connection.outer
+        self._selector.unregister(outer.socket)
+        outer.events = 0
+        handed = outer.socket.dup()
+        magic, ticket = connection.opening[: len(MAGIC)], connection.opening[len(MAGIC) :]
+        if magic != MAGIC or not self._admit(ticket, handed):
+            handed.close()
+        self._end(connection)
 
     def _count(self, connection: _Connection, here: _End, size: int) -> None:
         if connection not in self._unauthenticated:
@@ -307,38 +333,11 @@ def _bound(address: Address) -> socket.socket:
     return listener
 
 
-def _has_descriptors(pid: int) -> bool:
-    """Whether a process has descriptors left to accept connections."""
+def _has_descriptors() -> bool:
+    """Whether this process has descriptors left to accept connections."""
     try:
-        used = open_descriptors(pid)
-        limit, _ = resource.prlimit(pid, resource.RLIMIT_NOFILE)
-    except OSError as error:  # none is left in this process, or the other one cannot be read
-        return error.errno not in (errno.EMFILE, errno.ENFILE)
-    return limit == resource.RLIM_INFINITY or limit - used >= _SPARE_DESCRIPTORS
-
-
-def main() -> None:
-    """Print the port, and relay until the process to serve, or standard input, ends.
-
-    Arguments: host, port, the abstract name of the ZeroMQ socket, and the process to serve.
-    """
-    host, port, inner, parent = sys.argv[-4:]
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    waiting = select.poll()
-    waiting.register(0, select.POLLIN)
-    with suppress(OSError):  # a child that the trainer forked may keep standard input open
-        waiting.register(os.pidfd_open(int(parent)), select.POLLIN)
-    try:
-        listener = Listener((host, int(port)), inner, owner=int(parent))
+        used = open_descriptors(os.getpid())
     except OSError as error:
-        print(json.dumps({"problem": error.strerror or str(error)}), flush=True)
-        return
-    listener.start()
-    print(json.dumps({"port": listener.port}), flush=True)
-    waiting.poll()
-    listener.close()
-
-
-if __name__ == "__main__":
-    main()
+        return error.errno not in (errno.EMFILE, errno.ENFILE)
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return limit == resource.RLIM_INFINITY or limit - used >= _SPARE_DESCRIPTORS

@@ -1,22 +1,15 @@
-"""The messages and sockets by which ranks copy shards to each other (paper, section 8).
+"""The messages by which ranks arrange to copy shards to each other (paper, section 8).
 
-A message is a small JSON object, followed by raw bytes for a piece of a shard: data, never code. Nothing
-blocks: what cannot be sent now is not sent, and malformed messages are dropped.
+A message is a small JSON object: data, never code. Nothing blocks: what cannot be sent now is not sent, and
+malformed messages are dropped. CURVE encrypts and authenticates them. The bytes of a shard take a connection
+of their own, with the secret that the holder sends: see ``streams``.
 
     from the owner of a shard       from its holder
     hello                           holding   generations
-    offer    transfer identity size credit    transfer upto
-    chunk    transfer offset, bytes sealed    transfer
+    offer    transfer identity size ready     transfer secret
+                                    sealed    transfer
                                     refused   transfer why
     retire   generations            retired   generations
-
-[Note: credit, not pull]
-
-The holder grants credit for a window of bytes ahead, and the owner sends chunks up to it. If the holder
-requested each chunk instead, the messages would be the same but for their names, and each chunk would wait
-for a round trip unless several requests were outstanding: then their number would be the window. Either way
-the owner knows first that a shard exists, so it speaks first, and both ends need timeouts, because either may
-be gone. Credit bounds the memory that unread chunks take at the holder and keeps the connection busy.
 """
 
 from __future__ import annotations
@@ -31,8 +24,6 @@ from torchscout.checkpoint.generation import Generation
 from torchscout.utils.network import Address, CurveSockets, encode
 
 __all__ = [
-    "CHUNK",
-    "WINDOW",
     "Address",
     "ReceivedMessage",
     "connect",
@@ -43,12 +34,8 @@ __all__ = [
     "receive",
 ]
 
-CHUNK = 4 << 20
-"""The maximum number of a shard's bytes in one message."""
-WINDOW = 4 * CHUNK
-"""The maximum number of bytes in flight to a holder: see [Note: credit, not pull]."""
-_SLACK = 1 << 16
-_SOCKETS = CurveSockets("replica 2", CHUNK + _SLACK)
+_LARGEST = 1 << 16
+_SOCKETS = CurveSockets("replica 3", 4 * _LARGEST)
 listen, connect = _SOCKETS.listen, _SOCKETS.connect
 
 
@@ -56,8 +43,6 @@ class ReceivedMessage(NamedTuple):
     sender: bytes
     """The owner's rank; empty at the owner's end."""
     message: dict[str, Any]
-    data: memoryview
-    """The raw bytes; empty for most messages."""
 
 
 def receive(socket: zmq.Socket[bytes], most: int = 64) -> Iterator[ReceivedMessage]:
@@ -70,8 +55,8 @@ def receive(socket: zmq.Socket[bytes], most: int = 64) -> Iterator[ReceivedMessa
         except zmq.Again:
             return
         sender = frames.pop(0).bytes if socket.type == zmq.ROUTER else b""
-        if len(frames) in (1, 2) and (message := _decoded(frames[0].buffer)) is not None:
-            yield ReceivedMessage(sender, message, frames[1].buffer if len(frames) == 2 else memoryview(b""))
+        if len(frames) == 1 and (message := _decoded(frames[0].buffer)) is not None:
+            yield ReceivedMessage(sender, message)
 
 
 def generations_of(message: Mapping[str, Any]) -> frozenset[Generation]:
@@ -88,7 +73,7 @@ def plain(generations: Iterable[Generation]) -> list[list[int]]:
 
 
 def _decoded(frame: memoryview) -> dict[str, Any] | None:
-    if len(frame) > _SLACK:
+    if len(frame) > _LARGEST:
         return None
     try:
         message = json.loads(bytes(frame))

@@ -1,12 +1,14 @@
 """Receives copies of other ranks' shards into this rank's memory (paper, section 8).
 
-Runs on the thread of ``Replicator``. Nothing blocks, except verifying a complete shard. Messages are checked
-before use: they may be old, damaged or wrong, and are then refused.
+Runs on the thread of ``ReplicationEngine``, and nothing blocks; a stream on its own thread receives and
+verifies the bytes. Messages are checked before use: they may be old, damaged or wrong, and are then refused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import socket as sockets
+from collections import deque
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,54 +18,121 @@ import zmq
 
 from torchscout.checkpoint.generation import Generation, is_number
 from torchscout.checkpoint.replication import messages as wire
+from torchscout.checkpoint.replication.streams import IncomingStream, Secret
 from torchscout.checkpoint.storage import shards
 from torchscout.checkpoint.storage.shard_files import shard_files
 from torchscout.checkpoint.storage.shard_format import ShardIdentity
 from torchscout.checkpoint.storage.shards import IncomingShard
-from torchscout.errors import CheckpointError, DamagedError
+from torchscout.errors import CheckpointError, ScoutError
 
 __all__ = ["ReplicaReceiver", "held_for", "remove"]
 
 _LONGEST_NAME = 64
 
 
-@dataclass(slots=True)
+@dataclass(eq=False, slots=True)
 class _Arrival:
     transfer: str
     shard: IncomingShard
-    upto: int
-    """The credit that was granted to the sender."""
+    secret: Secret
     progressed: float
     """When bytes last arrived."""
+    stream: IncomingStream | None = None
+    """Set when its connection has come."""
+    received: int = 0
 
 
 class ReplicaReceiver:
     """The holder's end: receives at most one shard from each sender at a time."""
 
-    def __init__(self, socket: zmq.Socket[bytes], rank: int, memory: Path, timeout: float) -> None:
+    def __init__(
+        self,
+        socket: zmq.Socket[bytes],
+        rank: int,
+        memory: Path,
+        timeout: float,
+        wake: Callable[[], None] = lambda: None,
+    ) -> None:
+        """``wake`` is called on another thread when ``turn`` has something to do."""
         self.problems: list[str] = []
         self.owners: frozenset[int] | None = None
         """The ranks whose copies are kept here; None, until that is known, accepts any rank of this job."""
         self.socket = socket
-        self._rank, self._memory, self._timeout = rank, memory, timeout
+        self._rank, self._memory, self._timeout, self._wake = rank, memory, timeout, wake
         self._arrivals: dict[bytes, _Arrival] = {}
+        self._tickets: dict[bytes, _Arrival] = {}
+        """Those that no connection has presented yet."""
+        self._admitted: deque[tuple[_Arrival, sockets.socket]] = deque()
+        self._ending: list[_Arrival] = []
+        """Given up, while their streams may still use the shard."""
 
     @property
     def arriving(self) -> frozenset[ShardIdentity]:
         return frozenset(each.shard.identity for each in self._arrivals.values())
 
+    def admit(self, ticket: bytes, connection: sockets.socket) -> bool:
+        """Take over a connection that presents a valid ticket, which is then used up. For any thread."""
+        arrival = self._tickets.pop(ticket, None)
+        if arrival is None:
+            return False
+        self._admitted.append((arrival, connection))
+        self._wake()
+        return True
+
     def turn(self, now: float) -> None:
         """Process received messages, and drop transfers that make no progress."""
         for received in wire.receive(self.socket):
             self._process(received, now)
+        self._begin_streams()
         for sender, arrival in list(self._arrivals.items()):
-            if now - arrival.progressed > 2 * self._timeout:
-                self._drop(sender)
+            self._watch(sender, arrival, now)
+        self._clear()
 
     def close(self) -> None:
         for sender in list(self._arrivals):
             self._drop(sender)
+        self._begin_streams()
+        for arrival in self._ending:
+            if arrival.stream is not None:
+                arrival.stream.join(1.0)
+        self._clear()
         self.socket.close()
+
+    def _begin_streams(self) -> None:
+        while self._admitted:
+            arrival, connection = self._admitted.popleft()
+            if arrival not in self._arrivals.values():  # given up meanwhile
+                connection.close()
+                continue
+            arrival.stream = IncomingStream(connection, arrival.secret.key, arrival.shard, self._wake)
+            arrival.stream.start()
+
+    def _watch(self, sender: bytes, arrival: _Arrival, now: float) -> None:
+        stream = arrival.stream
+        if stream is not None and stream.ended:
+            self._finish(sender, arrival, stream)
+        elif stream is not None and stream.moved > arrival.received:
+            arrival.received, arrival.progressed = stream.moved, now
+        elif now - arrival.progressed > self._patience(arrival):
+            self._drop(sender)
+
+    def _patience(self, arrival: _Arrival) -> float:
+        verifies = arrival.received == arrival.shard.size  # which has no limit but the disk's speed
+        return float("inf") if verifies else 2 * self._timeout
+
+    def _finish(self, sender: bytes, arrival: _Arrival, stream: IncomingStream) -> None:
+        try:
+            if not stream.succeeded:
+                raise stream.error or CheckpointError("the transfer failed")
+            del self._arrivals[sender]
+            arrival.shard.publish()
+        except OSError:  # the connection ended; the sender has noticed
+            self._drop(sender)
+        except ScoutError as error:
+            self._drop(sender)
+            self._report(sender, arrival.transfer, error)
+        else:
+            self._answer(sender, "sealed", transfer=arrival.transfer)
 
     def _process(self, received: wire.ReceivedMessage, now: float) -> None:
         try:
@@ -72,12 +141,10 @@ class ReplicaReceiver:
             self._refuse(received, error)
 
     def _dispatch(self, received: wire.ReceivedMessage, now: float) -> None:
-        sender, message, _ = received
+        sender, message = received
         kind, owner = message["kind"], _rank_of(sender)
         if kind == "offer":
             self._offered(sender, owner, message, now)
-        elif kind == "chunk":
-            self._append(received, now)
         elif kind == "hello":
             held = held_for(self._memory, owner, self._rank)
             self._answer(sender, "holding", generations=wire.plain(held))
@@ -97,50 +164,37 @@ class ReplicaReceiver:
         if not isinstance(size, int) or not is_number(size, 1):
             raise ValueError(f"not the size of a shard: {size!r:.40}")
         shard = IncomingShard(self._memory, identity, self._rank, size)
-        self._arrivals[sender] = arrival = _Arrival(transfer, shard, 0, now)
-        self._grant(sender, arrival)
-
-    def _append(self, received: wire.ReceivedMessage, now: float) -> None:
-        sender, message, data = received
-        arrival = self._arrivals.get(sender)
-        if arrival is None or arrival.transfer != _transfer(message):
-            raise ValueError("no such transfer is in progress")
-        shard, offset = arrival.shard, message.get("offset")
-        if offset != shard.received or not 0 < len(data) <= arrival.upto - shard.received:
-            raise DamagedError(
-                f"received {len(data)} bytes at {offset!r:.40}, expected {shard.received} to {arrival.upto}"
-            )
-        shard.append(data)
-        arrival.progressed = now
-        if not shard.complete:
-            self._grant(sender, arrival)
-            return
-        del self._arrivals[sender]
-        shard.seal()
-        self._answer(sender, "sealed", transfer=arrival.transfer)
-
-    def _grant(self, sender: bytes, arrival: _Arrival) -> None:
-        """Grant more credit, half a window at a time: see [Note: credit, not pull]."""
-        upto = min(arrival.shard.size, arrival.shard.received + wire.WINDOW)
-        if upto == arrival.shard.size or upto - arrival.upto >= wire.WINDOW // 2:
-            if upto > arrival.upto:
-                self._answer(sender, "credit", transfer=arrival.transfer, upto=upto)
-            arrival.upto = upto
+        arrival = _Arrival(transfer, shard, Secret.new(), now)
+        self._arrivals[sender] = self._tickets[arrival.secret.ticket] = arrival
+        self._answer(sender, "ready", transfer=transfer, secret=arrival.secret.to_json())
 
     def _refuse(self, received: wire.ReceivedMessage, error: Exception) -> None:
         sender, transfer = received.sender, received.message.get("transfer")
-        arrival = self._arrivals.get(sender)
-        if arrival is not None and transfer == arrival.transfer:
-            self._drop(sender)
+        if isinstance(transfer, str):
+            self._report(sender, transfer[:_LONGEST_NAME], error)
+
+    def _report(self, sender: bytes, transfer: str, error: Exception) -> None:
         if isinstance(error, CheckpointError):
             self.problems.append(f"a copy from rank {sender!r:.20} was refused: {error}")
-        if isinstance(transfer, str):
-            self._answer(sender, "refused", transfer=transfer[:_LONGEST_NAME], why=str(error)[:300])
+        self._answer(sender, "refused", transfer=transfer, why=str(error)[:300])
 
     def _drop(self, sender: bytes) -> None:
+        """Give up what this sender's transfer has brought."""
         arrival = self._arrivals.pop(sender, None)
-        if arrival is not None:
+        if arrival is None:
+            return
+        self._tickets.pop(arrival.secret.ticket, None)
+        if arrival.stream is not None:
+            arrival.stream.abort()
+        self._ending.append(arrival)
+        self._clear()
+
+    def _clear(self) -> None:
+        """Remove what was given up, as soon as no thread writes to it."""
+        over = [each for each in self._ending if each.stream is None or each.stream.ended]
+        for arrival in over:
             arrival.shard.discard()
+            self._ending.remove(arrival)
 
     def _answer(self, sender: bytes, kind: str, **fields: Any) -> None:
         try:

@@ -1,37 +1,34 @@
 """Copies this rank's shards into another machine's memory, in the background (paper, section 8).
 
-One thread sends this rank's shards and receives those that it holds for other ranks. Other threads only queue
-requests for it: nothing blocks or raises into training, and a peer that is dead, slow, stopped or wrong is
-reported in ``problems``.
+A process of its own does the work: see ``process``. In the trainer, one thread passes requests to it and
+reads what it reports: nothing blocks or raises into training, and what goes wrong is in ``problems``.
 """
 
 from __future__ import annotations
 
 import os
-import secrets
+import select
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from pathlib import Path
-
-import zmq
+from typing import Any
 
 from torchscout.checkpoint.generation import Generation
-from torchscout.checkpoint.replication import messages as wire
 from torchscout.checkpoint.replication import placement
-from torchscout.checkpoint.replication.receiver import ReplicaReceiver, remove
-from torchscout.checkpoint.replication.sender import ReplicaSender
+from torchscout.checkpoint.replication.receiver import remove
+from torchscout.checkpoint.replication.replica_process import ReplicaProcess
 from torchscout.checkpoint.storage.shard_format import ShardIdentity
-from torchscout.errors import CheckpointError
+from torchscout.checkpoint.totals import Totals
+from torchscout.errors import ScoutError
 from torchscout.log import log
-from torchscout.utils.listener_process import ListenerProcess
+from torchscout.utils.listener import Address
 
 __all__ = ["Replicator"]
 
 _MAX_PROBLEMS = 100
-_BUSY_SECONDS, _IDLE_SECONDS = 0.02, 0.5
+_MOST_RESTARTS = 3
 
 
 class Replicator:
@@ -43,39 +40,55 @@ class Replicator:
         memory: Path,
         token: str,
         *,
-        listens: wire.Address = ("127.0.0.1", 0),
+        listens: Address = ("127.0.0.1", 0),
         timeout_seconds: float = 30.0,
     ) -> None:
         """Listen at ``listens`` (port 0: any free port); raises ``CheckpointError`` if that fails, and
         ``ValueError`` if the token is too short."""
         self.holder: int | None = None
-        self._rank, self._memory, self._token = rank, memory, token
-        self._timeout = timeout_seconds
-        self._outbox: ReplicaSender | None = None
+        self.totals = Totals()
+        """The copies of this rank's shards that its holder has sealed."""
+        self._totals_before = Totals()
+        """Those of processes that have ended."""
+        self.restarts = 0
+        self._rank, self._memory = rank, memory
+        self._setup: dict[str, Any] = {
+            "rank": rank,
+            "memory": str(memory),
+            "token": token,
+            "timeout": timeout_seconds,
+            "parent": os.getpid(),
+        }
         self._requests: deque[Callable[[], None]] = deque()
         self._problems: deque[str] = deque(maxlen=_MAX_PROBLEMS)
-        self._reported: set[str] = set()
+        self._connected: dict[str, Any] | None = None
+        self._newest: Path | None = None
+        self._waiting: dict[int, Callable[[bool], None]] = {}
+        """By number: what to call when a file is no longer needed."""
+        self._sends = 0
         self._held: frozenset[Generation] = frozenset()
         self._arriving: frozenset[ShardIdentity] = frozenset()
         self._closing = False
-        with ExitStack() as undo:
-            self._open(listens, undo)
-            self._thread = threading.Thread(target=self._run, name="torchscout-replicate", daemon=True)
-            self._thread.start()
-            undo.pop_all()  # the thread closes them
-        self.address: wire.Address = (listens[0], self._listener.port)
+        self._process: ReplicaProcess | None = ReplicaProcess(self._setup, listens)
+        self.address: Address = (listens[0], self._process.port)
         """For other ranks; a host that means all interfaces must be replaced by a reachable one."""
+        self._wake_reader, self._wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._thread = threading.Thread(target=self._run, name="torchscout-replicate", daemon=True)
+        self._thread.start()
 
-    def connect(self, addresses: Sequence[wire.Address], hosts: Sequence[str]) -> None:
+    def connect(self, addresses: Sequence[Address], hosts: Sequence[str]) -> None:
         """Connect, given every rank's address and host. Call it again when they change."""
         if not len(addresses) == len(hosts) > self._rank:
             raise ValueError(
                 f"rank {self._rank} needs an address and a host per rank, got {len(addresses)}, {len(hosts)}"
             )
         self.holder = placement.replica_holders(hosts)[self._rank]
-        owners = frozenset(placement.held_ranks(hosts, self._rank))
-        address = None if self.holder is None else (addresses[self.holder][0], addresses[self.holder][1])
-        self._request(lambda: self._connect(self.holder, address, owners))
+        command = {
+            "holder": self.holder,
+            "address": None if self.holder is None else list(addresses[self.holder]),
+            "owners": placement.held_ranks(hosts, self._rank),
+        }
+        self._request(lambda: self._connect(command))
 
     def send(self, path: Path, over: Callable[[bool], None] = lambda _: None) -> None:
         """Copy this sealed file, in place of one that is still waiting to be sent.
@@ -83,7 +96,7 @@ class Replicator:
         The file must not change until ``over`` is called, on the replicator's thread, with whether it was
         copied.
         """
-        self._request(lambda: over(False) if self._outbox is None else self._outbox.put(path, over))
+        self._request(lambda: self._send(path, over))
 
     def retire(self, generations: Iterable[Generation]) -> None:
         """Delete these generations from this rank's memory, and their copies from its holder's."""
@@ -97,6 +110,11 @@ class Replicator:
     def arriving(self) -> frozenset[ShardIdentity]:
         """The shards that are being received."""
         return self._arriving
+
+    @property
+    def pid(self) -> int | None:
+        """The process that makes the copies; None if it ended and is not started again."""
+        return None if self._process is None else self._process.pid
 
     def problems(self) -> list[str]:
         """Return and clear what went wrong; the same problem is reported once until a copy succeeds."""
@@ -115,21 +133,6 @@ class Replicator:
         if not self._thread.is_alive():
             os.close(self._wake)
 
-    def _open(self, listens: wire.Address, undo: ExitStack) -> None:
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        undo.callback(self._context.destroy, linger=0)
-        self._wake_reader, self._wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        undo.callback(os.close, self._wake_reader)
-        undo.callback(os.close, self._wake)
-        name = f"torchscout-{secrets.token_hex(16)}"
-        try:
-            socket = wire.listen(self._context, self._token, f"ipc://@{name}")
-            self._listener = ListenerProcess(listens, name)
-        except (OSError, zmq.ZMQError) as error:
-            raise CheckpointError(f"cannot listen at {listens[0]}:{listens[1]}: {error}") from error
-        undo.callback(self._listener.close)
-        self._inbox = ReplicaReceiver(socket, self._rank, self._memory, self._timeout)
-
     def _request(self, request: Callable[[], None]) -> None:
         """Run this on the replicator's thread."""
         self._requests.append(request)
@@ -140,78 +143,100 @@ class Replicator:
         try:
             while not self._closing:
                 self._wait()
-                self._turn()
+                with suppress(BlockingIOError):
+                    os.read(self._wake_reader, 4096)
+                while self._requests:
+                    self._requests.popleft()()
+                self._exchange()
         finally:
             self._end()
 
     def _wait(self) -> None:
-        poller, outbox = zmq.Poller(), self._outbox
-        poller.register(self._wake_reader, zmq.POLLIN)
-        poller.register(self._inbox.socket, zmq.POLLIN)
-        if outbox is not None:
-            poller.register(outbox.socket, zmq.POLLIN)
-        busy = outbox is not None and outbox.busy
-        seconds = min(_BUSY_SECONDS if busy else _IDLE_SECONDS, self._timeout / 4)
-        poller.poll(max(1, int(1000 * seconds)))
+        poll = select.poll()
+        poll.register(self._wake_reader, select.POLLIN)
+        if self._process is not None:
+            self._process.register(poll)
+        poll.poll()
 
-    def _turn(self) -> None:
-        try:
-            self._run_requests()
-            if (problem := self._listener.restart_if_ended()) is not None:
-                self._report([problem])
-            for box in (self._inbox, self._outbox):
-                if box is not None:
-                    box.turn(time.monotonic())
-                    self._report(box.problems)
-        except (OSError, zmq.ZMQError) as error:
-            self._report([f"copying shards to other machines: {error}"])
-            time.sleep(_BUSY_SECONDS)  # do not spin on a persistent error
-        self._arriving = self._inbox.arriving
-        if self._outbox is not None:
-            if self._outbox.held - self._held:
-                self._reported.clear()
-            self._held = self._outbox.held
+    def _exchange(self) -> None:
+        """Pass commands on, read events, and start the process again if it has ended."""
+        if self._process is None:
+            return
+        events, ended = self._process.exchange()
+        for event in events:
+            self._handle(event)
+        if ended and not self._closing:
+            self._restart()
 
-    def _run_requests(self) -> None:
-        with suppress(BlockingIOError):
-            os.read(self._wake_reader, 4096)
-        while self._requests:
-            self._requests.popleft()()
+    def _handle(self, event: dict[str, Any]) -> None:
+        if "over" in event:
+            self._waiting.pop(event["over"])(event["copied"])
+        elif "state" in event:
+            state = event["state"]
+            self._held = frozenset(map(Generation.from_json, state["held"]))
+            self._arriving = frozenset(map(ShardIdentity.from_json, state["arriving"]))
+            count, seconds, size = state["totals"]
+            self.totals = self._totals_before.plus(seconds=seconds, count=count, size=size)
+        else:
+            self._report(event["problem"])
 
-    def _connect(self, holder: int | None, address: wire.Address | None, owners: frozenset[int]) -> None:
-        self._inbox.owners = owners
-        before, self._outbox = self._outbox, None
-        if holder is not None and address is not None:
-            there = f"rank {holder} ({address[0]}:{address[1]})"
-            self._outbox = ReplicaSender(
-                lambda: wire.connect(self._context, self._token, self._rank, address), there, self._timeout
-            )
-        if before is not None:
-            if self._outbox is not None and (newest := before.newest) is not None:
-                self._outbox.put(newest)
-            before.close()
+    def _connect(self, command: dict[str, Any]) -> None:
+        self._connected = command
+        self._command("connect", **command)
+
+    def _send(self, path: Path, over: Callable[[bool], None]) -> None:
+        if self._process is None:
+            over(False)
+            return
+        self._newest = path
+        self._sends += 1
+        self._waiting[self._sends] = over
+        self._command("send", number=self._sends, path=str(path))
 
     def _retire(self, generations: frozenset[Generation]) -> None:
-        if self._outbox is not None:
-            self._outbox.retire(generations)
+        self._held -= generations
+        self._command("retire", generations=[list(each) for each in sorted(generations)])
         remove(self._memory, generations, f"*.held-by-{self._rank}.shard")
 
-    def _report(self, problems: list[str]) -> None:
-        """Log and keep new problems, and clear the list."""
-        for problem in problems:
-            if problem not in self._reported and len(self._reported) < _MAX_PROBLEMS:
-                self._reported.add(problem)
-                self._problems.append(problem)
-                log.error("%s", problem)
-        problems.clear()
+    def _command(self, kind: str, **fields: Any) -> None:
+        if self._process is not None:
+            self._process.send({"kind": kind, **fields})
+
+    def _restart(self) -> None:
+        """Start the process again, a few times, and have it copy the newest file again."""
+        self._totals_before = self.totals
+        self._drop_process()
+        what = "the process that copies shards to other machines ended"
+        if self.restarts >= _MOST_RESTARTS:
+            self._report(f"{what} for the {_MOST_RESTARTS + 1}th time and is not started again")
+            return
+        self.restarts += 1
+        try:
+            self._process = ReplicaProcess(self._setup, self.address)
+        except (ScoutError, OSError) as error:
+            self._report(f"{what} and cannot be started again: {error}")
+            return
+        self._report(f"{what} and was restarted")
+        if self._connected is not None:
+            self._command("connect", **self._connected)
+        if self._newest is not None and self._newest.exists():
+            self._send(self._newest, lambda _: None)
+
+    def _drop_process(self) -> None:
+        process, self._process = self._process, None
+        if process is not None:
+            process.close()
+        self._held, self._arriving = frozenset(), frozenset()
+        waiting, self._waiting = self._waiting, {}
+        for over in waiting.values():
+            over(False)
+
+    def _report(self, problem: str) -> None:
+        self._problems.append(problem)
+        log.error("%s", problem)
 
     def _end(self) -> None:
         if not self._closing:
             self._problems.append("copying shards to other machines has stopped: its thread failed")
-        self._held = frozenset()
-        if self._outbox is not None:
-            self._outbox.close()
-        self._inbox.close()
-        self._context.destroy(linger=0)
-        self._listener.close()
+        self._drop_process()
         os.close(self._wake_reader)

@@ -1,7 +1,8 @@
 """Sends a rank's shards to its holder's memory (paper, section 8).
 
-Runs on the thread of ``Replicator``, and nothing blocks. A copy counts when the holder reports it as sealed;
-any failure before that is reported, and the copy is tried again.
+Runs on the thread of ``ReplicationEngine``, and nothing blocks; a stream on its own thread sends the bytes. A
+copy counts when the holder reports it as sealed; any failure before that is reported, and the copy is tried
+again.
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ import zmq
 
 from torchscout.checkpoint.generation import Generation
 from torchscout.checkpoint.replication import messages as wire
+from torchscout.checkpoint.replication.streams import OutgoingStream, Secret
 from torchscout.checkpoint.storage import shards
 from torchscout.checkpoint.storage.shard_format import ShardIdentity
+from torchscout.checkpoint.totals import Totals
 from torchscout.errors import CheckpointError
 
 __all__ = ["ReplicaSender"]
@@ -31,6 +34,8 @@ _VERIFIED_PER_SECOND = 1 << 30
 _COPIED_PER_SECOND = 64 << 20
 """The rate, in bytes, below which a copy is reported as slow."""
 _RETIRED_AT_ONCE = 500
+_REASON_SECONDS = 1.0
+"""How long to wait, after a stream has failed, for the message in which the holder says why."""
 
 
 class _Named(NamedTuple):
@@ -52,11 +57,13 @@ class _Copy:
     transfer: str
     begun: float
     progressed: float
-    """When the holder last granted credit."""
+    """When the holder last took bytes, or answered."""
     offered: bool = False
-    allowed: int = 0
-    """The credit: up to which byte may be sent."""
+    stream: OutgoingStream | None = None
+    """Set when the holder is ready."""
     sent: int = 0
+    broken: float | None = None
+    """When the stream's failure was noticed."""
     slow: bool = False
     """Whether it was reported as slow."""
 
@@ -72,11 +79,22 @@ class _Copy:
 class ReplicaSender:
     """The owner's end: sends one shard at a time; at most one more waits."""
 
-    def __init__(self, open_socket: Callable[[], zmq.Socket[bytes]], holder: str, timeout: float) -> None:
-        """``holder`` is a description; ``open_socket`` connects to it and may be called again."""
+    def __init__(
+        self,
+        open_socket: Callable[[], zmq.Socket[bytes]],
+        address: wire.Address,
+        holder: str,
+        timeout: float,
+        wake: Callable[[], None] = lambda: None,
+    ) -> None:
+        """``holder`` is a description; ``open_socket`` connects to it and may be called again. ``wake`` is
+        called on another thread when ``turn`` has something to do."""
         self.problems: list[str] = []
         self.held: frozenset[Generation] = frozenset()
-        self._open_socket, self._holder, self._timeout = open_socket, holder, timeout
+        self.totals = Totals()
+        """The copies that the holder has sealed."""
+        self._open_socket, self._address, self._holder = open_socket, address, holder
+        self._timeout, self._wake = timeout, wake
         self.socket = open_socket()
         self._copy: _Copy | None = None
         self._waiting: _Named | None = None
@@ -88,8 +106,8 @@ class ReplicaSender:
 
     @property
     def busy(self) -> bool:
-        """Whether there is something to send."""
-        return self._copy is not None and (not self._copy.offered or self._copy.sent < self._copy.allowed)
+        """Whether a copy is in progress."""
+        return self._copy is not None
 
     @property
     def newest(self) -> Path | None:
@@ -157,8 +175,10 @@ class ReplicaSender:
         if not copy.offered:
             fields = {"identity": copy.named.identity.to_json(), "size": copy.size}
             copy.offered = self._send(wire.encode("offer", transfer=copy.transfer, **fields))
-        while copy.sent < copy.allowed and self._send_chunk(copy):
-            pass
+        if copy.stream is not None:
+            self._watch(copy, copy.stream, now)
+        if self._copy is not copy:
+            return
         if now - copy.progressed > copy.timeout(self._timeout):
             how = "did not answer" if copy.offered else "could not be reached"
             self._fail(copy, f"it {how} for {self._timeout:g} s", now)
@@ -167,19 +187,14 @@ class ReplicaSender:
             progress = f"{copy.sent} of {copy.size} bytes in {now - copy.begun:.0f} s"
             self.problems.append(f"copying {copy.generation} to {self._holder} is slow: {progress}")
 
-    def _send_chunk(self, copy: _Copy) -> bool:
-        try:
-            data = os.pread(copy.file, min(wire.CHUNK, copy.allowed - copy.sent), copy.sent)
-        except OSError as error:
-            data = b""
-            self.problems.append(f"cannot read {copy.named.path}: {error.strerror}")
-        if not data:  # the transfer makes no more progress and times out
-            copy.allowed = copy.sent
-            return False
-        header = wire.encode("chunk", transfer=copy.transfer, offset=copy.sent)
-        if sent := self._send(header, data):
-            copy.sent += len(data)
-        return sent
+    def _watch(self, copy: _Copy, stream: OutgoingStream, now: float) -> None:
+        """Note how far the stream is, and fail if it has failed."""
+        if stream.moved > copy.sent:
+            copy.sent, copy.progressed = stream.moved, now
+        if stream.ended and not stream.succeeded:
+            copy.broken = now if copy.broken is None else copy.broken
+            if now - copy.broken >= _REASON_SECONDS:
+                self._fail(copy, f"the connection failed after {copy.sent} bytes: {stream.error}", now)
 
     def _process(self, message: dict[str, object], now: float) -> None:
         kind, copy = message["kind"], self._copy
@@ -194,22 +209,31 @@ class ReplicaSender:
             return
         if copy is None or message.get("transfer") != copy.transfer:
             return
-        if kind == "credit":
-            upto = message.get("upto")
-            if isinstance(upto, int) and copy.allowed < upto <= copy.size:  # only more credit is progress
-                copy.allowed, copy.progressed = upto, now
+        if kind == "ready" and copy.stream is None:
+            self._start(copy, message.get("secret"), now)
         elif kind == "sealed":
             self._sealed(copy, now)
         elif kind == "refused":
             self._refused(copy, str(message.get("why"))[:300], now)
 
+    def _start(self, copy: _Copy, secret: object, now: float) -> None:
+        try:
+            opened = Secret.from_json(secret)
+        except ValueError:
+            return
+        copy.stream = OutgoingStream(self._address, opened, copy.file, copy.size, self._wake)
+        copy.progressed = now
+        copy.stream.start()
+
     def _sealed(self, copy: _Copy, now: float) -> None:
-        if copy.sent < copy.size:
+        if copy.stream is None or copy.stream.moved < copy.size:
             self._fail(copy, f"it reports all as sealed after {copy.sent} of {copy.size} bytes", now)
             return
         self.held |= {copy.generation}
+        self.totals = self.totals.plus(seconds=now - copy.begun, count=1, size=copy.size)
         self._newest = _Named(copy.named.path, copy.named.identity)
         self._backoff, self._refusals = _BACKOFF_SECONDS, 0
+        self._unanswered = None
         self._end(copied=True)
 
     def _refused(self, copy: _Copy, why: str, now: float) -> None:
@@ -263,9 +287,9 @@ class ReplicaSender:
         self._unanswered = now if self._unanswered is None else self._unanswered
         self._send(wire.encode("hello"))
 
-    def _send(self, *frames: bytes) -> bool:
+    def _send(self, frame: bytes) -> bool:
         try:
-            self.socket.send_multipart(frames, zmq.NOBLOCK)
+            self.socket.send(frame, zmq.NOBLOCK)
         except zmq.Again:
             return False
         return True
@@ -285,6 +309,8 @@ class ReplicaSender:
     def _drop(self) -> None:
         copy, self._copy = self._copy, None
         if copy is not None:
+            if copy.stream is not None:
+                copy.stream.abort()
             os.close(copy.file)
 
     def _reopen(self) -> None:
