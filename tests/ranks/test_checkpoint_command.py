@@ -114,9 +114,9 @@ def test_generations_are_listed_with_roles_owners_holders_and_sizes(disk: Path, 
 
 
 def test_the_ledgers_say_what_was_being_captured_when_the_job_ended(disk: Path):
-    told = run("list", disk).stdout
+    results = run("list", disk).stdout
     roles = "latest step 6, candidate step 6, verified step 4, capturing step 7"
-    assert f"ledgers: 4 of 4 ranks; {roles}\n" in told
+    assert f"ledgers: 4 of 4 ranks; {roles}\n" in results
     put_ledgers(disk, ledger.CheckpointGate())
     assert "ledgers: 4 of 4 ranks; nothing is captured\n" in run("list", disk).stdout
 
@@ -154,10 +154,10 @@ def test_memory_is_told_from_disk_by_its_file_system(tmp_path: Path):
 
 def test_several_folders_of_one_kind_are_told_apart(disk: Path, tmp_path: Path):
     other = make_disk(tmp_path / "other")
-    told = run("list", disk, other).stdout
-    assert f"disk 1: {disk}, not in use" in told
-    assert f"disk 2: {other}, not in use" in told
-    assert told.count("KiB  disk 1\n") == told.count("KiB  disk 2\n") == 3
+    results = run("list", disk, other).stdout
+    assert f"disk 1: {disk}, not in use" in results
+    assert f"disk 2: {other}, not in use" in results
+    assert results.count("KiB  disk 1\n") == results.count("KiB  disk 2\n") == 3
 
 
 def test_every_shard_is_shown_if_asked(disk: Path):
@@ -199,10 +199,10 @@ def test_a_flipped_bit_is_named_with_its_file_and_tensor(disk: Path):
     (damage,) = ask("verify", disk, expect=1)["damaged"]
     assert (damage["step"], damage["rank"], damage["tensors"]) == (6, 2, ["model/weight"])
     assert damage["file"] == str(shard(disk, 6, 2))
-    told = run("verify", disk, expect=1).stdout
-    assert f"DAMAGED {shard(disk, 6, 2)}\n  tensor 'model/weight' is damaged" in told
-    assert "12 shards" in told
-    assert "1 damaged" in told
+    results = run("verify", disk, expect=1).stdout
+    assert f"DAMAGED {shard(disk, 6, 2)}\n  tensor 'model/weight' is damaged" in results
+    assert "12 shards" in results
+    assert "1 damaged" in results
 
 
 @pytest.mark.parametrize("size", [0, 20, 200, -1])
@@ -253,8 +253,8 @@ def test_what_is_not_there_cannot_be_chosen(disk: Path, memory: Path):
     """What was captured last is only in memory."""
     assert chosen(ask("explain", disk))["straggler"] == ("latest", 6, False)
     assert chosen(ask("explain", disk, memory))["straggler"] == ("latest", 7, False)
-    told = run("explain", disk).stdout
-    assert f"This machine has more of this job in memory: {memory}" in told
+    results = run("explain", disk).stdout
+    assert f"This machine has more of this job in memory: {memory}" in results
     assert "has more of this job" not in run("explain", disk, memory).stdout
 
 
@@ -290,9 +290,9 @@ def test_what_resume_would_repair_is_chosen_and_not_called_lost(disk: Path, memo
     assert (
         f"step 4 is damaged, and session.resume() would repair it:\n  {said}." in run("explain", disk).stdout
     )
-    told = run("verify", disk, expect=1).stdout
-    assert f"DAMAGED {shard(disk, 4, 1)}\n  tensor 'optimizer/exp_avg' is damaged" in told
-    assert f"  {said}." in told
+    results = run("verify", disk, expect=1).stdout
+    assert f"DAMAGED {shard(disk, 4, 1)}\n  tensor 'optimizer/exp_avg' is damaged" in results
+    assert f"  {said}." in results
     assert ask("verify", disk, expect=1)["repairable"] == report["repairable"]
 
 
@@ -308,9 +308,10 @@ def test_what_no_peer_has_cannot_be_repaired(disk: Path):
         (4, [0, 1, 2, 3]),
         (6, [1, 2]),
     ]
-    told = run("verify", disk, expect=1).stdout
+    results = run("verify", disk, expect=1).stdout
     assert (
-        "step 6 (latest, candidate) cannot be loaded: there is no intact shard of ranks 1 and 2 here." in told
+        "step 6 (latest, candidate) cannot be loaded: there is no intact shard of ranks 1 and 2 here."
+        in results
     )
 
 
@@ -417,16 +418,16 @@ def test_what_is_no_checkpoint_folder_is_said(disk: Path, tmp_path: Path):
     (tmp_path / "file").touch()
     assert "/file is not a folder" in run("verify", tmp_path / "file", expect=2).stderr
     (tmp_path / "empty").mkdir()
-    told = run("explain", tmp_path / "empty", expect=2).stderr
-    assert "is not a checkpoint folder: it holds neither shards nor ledgers" in told
+    results = run("explain", tmp_path / "empty", expect=2).stderr
+    assert "is not a checkpoint folder: it holds neither shards nor ledgers" in results
     assert f"did you mean {disk}?" in run("list", tmp_path, expect=2).stderr
 
 
 def test_of_several_jobs_one_must_be_chosen(disk: Path):
     for rank in range(4):
         put_shard(disk, Generation(9), rank, job="other")
-    told = run("list", disk, expect=2).stderr
-    assert "more than one job here; choose with --job: 'llm-41f0' (16 files) and 'other' (4 files)" in told
+    results = run("list", disk, expect=2).stderr
+    assert "more than one job here; choose with --job: 'llm-41f0' (16 files) and 'other' (4 files)" in results
     assert steps(ask("list", disk, "--job", "other")["generations"]) == [9]
     assert steps(ask("list", disk, "--job", JOB)["generations"]) == [2, 4, 6]
     assert "there is no job 'third' here" in run("list", disk, "--job", "third", expect=2).stderr
@@ -440,8 +441,10 @@ def test_of_several_jobs_one_must_be_chosen(disk: Path):
 def test_of_several_world_sizes_one_must_be_chosen(disk: Path):
     for rank in range(2):
         put_shard(disk, Generation(9), rank, of=2)
-    told = run("explain", disk, expect=2).stderr
-    assert "different world sizes; choose with --world-size: 2 ranks (2 files) and 4 ranks (16 files)" in told
+    results = run("explain", disk, expect=2).stderr
+    assert (
+        "different world sizes; choose with --world-size: 2 ranks (2 files) and 4 ranks (16 files)" in results
+    )
     assert steps(ask("list", disk, "--world-size", "2")["generations"]) == [9]
     assert steps(ask("list", disk, "--world-size", "4")["generations"]) == [2, 4, 6]
     assert "nothing of a job of 3 ranks here" in run("list", disk, "--world-size", "3", expect=2).stderr
@@ -451,7 +454,7 @@ def test_of_several_world_sizes_one_must_be_chosen(disk: Path):
 
 
 @pytest.mark.parametrize(
-    ("ranks", "told"),
+    ("ranks", "results"),
     [
         ([3], "rank 3"),
         ([1, 3], "ranks 1 and 3"),
@@ -461,8 +464,8 @@ def test_of_several_world_sizes_one_must_be_chosen(disk: Path):
         ([*range(1000)], "any rank"),
     ],
 )
-def test_ranks_are_told_however_many_there_are(ranks: list[int], told: str):
-    assert ranks_in_words(ranks, 1000) == told
+def test_ranks_are_told_however_many_there_are(ranks: list[int], results: str):
+    assert ranks_in_words(ranks, 1000) == results
 
 
 def test_json_is_one_document_and_nothing_else_and_a_file_gets_the_same(disk: Path, tmp_path: Path):
@@ -508,8 +511,9 @@ def test_a_pruning_folder_cannot_be_taken_by_a_job(disk: Path):
 
 
 def test_the_commands_are_those_of_the_documentation():
-    group = typer.main.get_command(app).commands["checkpoint"]  # type: ignore[attr-defined]
-    assert sorted(group.commands) == ["adopt", "explain", "forget", "list", "prune", "verify"]
+    root: Any = typer.main.get_command(app)
+    group = root.get_command(None, "checkpoint")
+    assert sorted(group.commands) == ["adopt", "explain", "export", "forget", "list", "prune", "verify"]
 
 
 def test_adopt_lets_a_job_take_over_what_another_one_has_written(disk: Path):

@@ -36,8 +36,8 @@ class Fetched(Generic[T]):
     """One rank's state, verified."""
 
     plan: RestorePlan
-    path: Path
-    """The file that was loaded."""
+    path: Path | None
+    """The file that was loaded; None if the state comes from the shards of several ranks."""
     value: T
     """What ``load`` returned."""
     demoted: tuple[str, ...]

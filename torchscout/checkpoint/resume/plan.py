@@ -108,11 +108,15 @@ class RestorePlan:
     generation: Generation | None
     """None if no allowed generation is available on every rank."""
     sources: tuple[Source, ...]
-    """In rank order."""
+    """In rank order; none if every rank takes parts of several shards."""
     passed: tuple[tuple[Generation, str], ...]
     """Newer generations that are not available, and why, in words."""
     in_files: bool = False
     """Whether a disk holds every rank's state."""
+
+    def source_of(self, rank: int) -> str | None:
+        """Where this rank gets its state, in words."""
+        return self.sources[rank].described(rank) if self.sources else None
 
     @property
     def reason(self) -> str:

@@ -57,8 +57,8 @@ def repair(report: Report | None, memory: Path, rank: int, links: Links) -> tupl
 
 
 def _exchange(links: Links, keys: Iterable[TensorKey] | None) -> list[list[TensorKey] | None]:
-    told = links.exchange(None if keys is None else sorted(keys))
-    return [None if keys is None else [(digest, length) for digest, length in keys] for keys in told]
+    by_rank = links.exchange(None if keys is None else sorted(keys))
+    return [None if keys is None else [(digest, length) for digest, length in keys] for keys in by_rank]
 
 
 def _send(path: Path, entries: Sequence[Entry], to: int, links: Links) -> None:

@@ -20,6 +20,7 @@ from torchscout.checkpoint.storage.shard_format import ShardIdentity
 from torchscout.checkpoint.storage.shards import IncomingShard
 from torchscout.errors import ChannelError, DamagedError
 from torchscout.log import log
+from torchscout.utils import unlisted_groups
 
 __all__ = ["Links", "receive_bytes", "receive_shard", "send_bytes", "send_shard"]
 
@@ -101,13 +102,13 @@ def receive_bytes(length: int, source: int, group: dist.ProcessGroup) -> Iterato
 
 def _send(tensor: torch.Tensor, to: int, group: dist.ProcessGroup) -> None:
     try:
-        dist.send(tensor, group=group, group_dst=to)
+        unlisted_groups.send(tensor, group, to=to)
     except RuntimeError as error:
         raise ChannelError(f"sending a shard to rank {to} failed: {error}") from error
 
 
 def _receive(tensor: torch.Tensor, source: int, group: dist.ProcessGroup) -> None:
     try:
-        dist.recv(tensor, group=group, group_src=source)
+        unlisted_groups.receive(tensor, group, source=source)
     except RuntimeError as error:
         raise ChannelError(f"receiving a shard from rank {source} failed: {error}") from error

@@ -17,7 +17,7 @@ from torchscout.checkpoint.storage.encoding import fill
 from torchscout.errors import CheckpointError
 from torchscout.utils._torch import StridedShard
 
-__all__ = ["CPU", "difference", "fits", "layout_of", "local_of", "rebuilt"]
+__all__ = ["CPU", "difference", "fits", "layout_of", "local_of", "rebuilt", "whole_of"]
 
 CPU = torch.device("cpu")
 
@@ -49,7 +49,7 @@ def layout_of(tensor: torch.Tensor, home: torch.device = CPU, parameter: torch.T
     if tensor.device.type != home.type:
         found["device"] = tensor.device.type
     if isinstance(tensor, DTensor):
-        found["whole"] = _LIKE_PARAMETER if _same_whole(tensor, parameter) else _whole(tensor)
+        found["whole"] = _LIKE_PARAMETER if _same_whole(tensor, parameter) else whole_of(tensor)
     local = local_of(tensor)
     if not local.is_contiguous():
         found["strides"] = list(local.stride())
@@ -59,7 +59,7 @@ def layout_of(tensor: torch.Tensor, home: torch.device = CPU, parameter: torch.T
 def difference(layout: Any, tensor: torch.Tensor) -> str | None:
     """How an existing tensor's distribution differs from the saved one; None if it does not."""
     kept = (layout or {}).get("whole")
-    here = _whole(tensor) if isinstance(tensor, DTensor) else None
+    here = whole_of(tensor) if isinstance(tensor, DTensor) else None
     if kept == here:
         return None
     if kept is None or here is None:
@@ -97,7 +97,7 @@ def rebuilt(local: torch.Tensor, layout: Any, parameter: torch.Tensor | None) ->
         return made
     if not isinstance(parameter, DTensor):
         raise CheckpointError("was a DTensor, but its parameter is not")
-    own = _whole(parameter)
+    own = whole_of(parameter)
     if whole == _LIKE_PARAMETER:
         whole = own
     if any(whole[key] != own[key] for key in ("mesh", "axes", "coordinate")):
@@ -144,7 +144,7 @@ def _same_whole(tensor: DTensor, parameter: torch.Tensor | None) -> bool:
     )
 
 
-def _whole(tensor: DTensor) -> dict[str, Any]:
+def whole_of(tensor: DTensor) -> dict[str, Any]:
     mesh = tensor.device_mesh
     return {
         "shape": list(tensor.shape),

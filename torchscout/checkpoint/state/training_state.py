@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
 
 from torchscout.checkpoint.state import random_state
 from torchscout.checkpoint.state.tensor_layout import CPU, layout_of, local_of
@@ -34,11 +35,13 @@ __all__ = [
     "Stateful",
     "collect",
     "expected_bytes",
+    "is_loader",
     "note",
     "parameter_of",
     "require_storable",
     "title_of",
     "walk",
+    "wrappers_of",
 ]
 
 Exchange = Callable[[torch.Tensor, Any, str], Any]
@@ -106,6 +109,8 @@ class StateParts:
         self.names = {id(tensor): name for name, tensor in self.parameters.items()}
         self.masters = {name: each for name, each in owned.items() if name not in self.parameters}
         self.names |= {id(tensor): name for name, tensor in self.masters.items()}
+        self.owned = sorted(owned)
+        """Names of tensors that a framework keeps in a form of its own, such as flat buffers."""
         self.masters |= self._masters()
         """Tensors that optimizers update and that are not parameters, such as copies in higher precision."""
         self.names |= {id(tensor): name for name, tensor in self.masters.items()}
@@ -170,6 +175,23 @@ def _buffers(model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, torch
         {name: each for name, each in every.items() if name not in passing},
         {name: each for name, each in every.items() if name in passing},
     )
+
+
+_INNER = ("_orig_mod", "_checkpoint_wrapped_module")
+
+
+def wrappers_of(model: nn.Module) -> list[str]:
+    """Paths that DDP, ``torch.compile`` and activation checkpointing add to the names of a model."""
+    inner = [name for name, _ in model.named_modules() if name.rpartition(".")[2] in _INNER]
+    parallel = [name for name, each in model.named_modules() if isinstance(each, DistributedDataParallel)]
+    return [*inner, *(f"{name}.module" if name else "module" for name in parallel)]
+
+
+def _tied(model: nn.Module) -> dict[str, str]:
+    """Further names of tied parameters, each with the name under which the parameter is saved."""
+    first = {id(each): name for name, each in model.named_parameters()}
+    every = model.named_parameters(remove_duplicate=False)
+    return {name: first[id(each)] for name, each in every if first[id(each)] != name}
 
 
 def _restless(model: nn.Module) -> set[str]:
@@ -245,12 +267,13 @@ class Note:
 
 def note(parts: StateParts) -> Note:
     """Record the random state and the positions of registered loaders."""
-    loaders = {name: each for name, each in parts.registered.items() if _is_loader(each)}
+    loaders = {name: each for name, each in parts.registered.items() if is_loader(each)}
     positions = {name: copy.deepcopy(each.state_dict()) for name, each in loaders.items()}
     return Note(random_state.now(parts.tensors), positions)
 
 
-def _is_loader(stateful: Stateful) -> bool:
+def is_loader(stateful: Stateful) -> bool:
+    """Whether this object can be iterated over: see [Note: where a step ends]."""
     return hasattr(stateful, "__iter__")
 
 
@@ -259,7 +282,7 @@ def require_storable(name: str, stateful: Stateful) -> None:
 
     Loaders are not checked, because some of them start iterating when asked for their state.
     """
-    if _is_loader(stateful):
+    if is_loader(stateful):
         return
     try:
         encoding.encode({name: _Taken().tree(stateful.state_dict(), name)})
@@ -294,6 +317,11 @@ def collect(parts: StateParts, noted: Note | None = None) -> State:
         "masters": taken.each("masters", parts.masters),
         "slots": [_slots(each, parts, taken, place) for place, each in enumerate(parts.optimizers)],
         "layouts": taken.layouts,
+        "names": {
+            "wrappers": wrappers_of(parts.model),
+            "tied": _tied(parts.model),
+            "owned": parts.owned,
+        },
     }
     document, tensors = encoding.encode(found)
     live = {name: each for name, each in tensors.items() if name.startswith(_LIVE)}

@@ -1,4 +1,4 @@
-"""``scout checkpoint``: list, verify, explain, prune, adopt, forget."""
+"""``scout checkpoint``: list, verify, explain, export, prune, adopt, forget."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ from torchscout.checkpoint.storage.forgetting import forget as forget_job
 from torchscout.checkpoint.storage.forgetting import kept_jobs
 from torchscout.checkpoint.storage.memory import memory_root
 from torchscout.cli.checkpoint import listing
-from torchscout.cli.checkpoint.contents import Contents, contents_of, memory_beside
+from torchscout.cli.checkpoint.arguments import Folders, JobName, WorldSize, contents_in
+from torchscout.cli.checkpoint.contents import Contents, memory_beside
+from torchscout.cli.checkpoint.export import ExportOptions, export
 from torchscout.cli.checkpoint.listing import as_json, heading, roles_of
 from torchscout.cli.checkpoint.verification import (
     Broken,
@@ -32,7 +34,7 @@ from torchscout.cli.checkpoint.verification import (
     usable,
 )
 from torchscout.cli.checkpoint.wording import counted, size_in_words, stacked, table
-from torchscout.cli.console import AsJson, Output, exiting, print_report, refusing
+from torchscout.cli.console import AsJson, Output, exiting, print_report, taking
 from torchscout.config import JOB_NAME
 from torchscout.decision.record import Failure
 from torchscout.errors import CheckpointError
@@ -177,13 +179,6 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
-Folders = Annotated[
-    list[Path], typer.Argument(metavar="DIR", help="Checkpoint folders of one job, on disk or in memory.")
-]
-Job = Annotated[str | None, typer.Option("--job", help="The job's name, if a folder holds several jobs.")]
-WorldSize = Annotated[
-    int | None, typer.Option("--world-size", help="The number of ranks, if the job ran with several.")
-]
 Quick = Annotated[bool, typer.Option("--quick", help="Check only headers and lengths, not every bit.")]
 Yes = Annotated[bool, typer.Option("--yes/--dry-run", help="Delete, or only show what would be deleted.")]
 
@@ -192,13 +187,13 @@ Yes = Annotated[bool, typer.Option("--yes/--dry-run", help="Delete, or only show
 def list_(
     folders: Folders,
     files: Annotated[bool, typer.Option("--files", help="List every shard file.")] = False,
-    job: Job = None,
+    job: JobName = None,
     world_size: WorldSize = None,
     as_json: AsJson = False,
     output: Output = None,
 ) -> None:
     """List generations, their roles in a recovery, and their shards."""
-    contents = _contents(folders, job, world_size)
+    contents = contents_in(folders, job, world_size)
     screen = listing.screen(contents, files=files)
     print_report(listing.listing(contents), screen, as_json=as_json, output=output)
 
@@ -206,7 +201,7 @@ def list_(
 @app.command()
 def verify(
     folders: Folders,
-    job: Job = None,
+    job: JobName = None,
     world_size: WorldSize = None,
     as_json: AsJson = False,
     output: Output = None,
@@ -215,7 +210,7 @@ def verify(
 
     The exit status is 1 if anything is damaged, or if there is no shard.
     """
-    contents = _contents(folders, job, world_size)
+    contents = contents_in(folders, job, world_size)
     damaged = examine(contents.copies)
     ledgers = [problem for folder in contents.folders for problem in folder.problems]
     ledgers += [each.doubt for each in contents.ledgers if each.doubt]
@@ -229,15 +224,18 @@ def verify(
 def explain(
     folders: Folders,
     quick: Quick = False,
-    job: Job = None,
+    job: JobName = None,
     world_size: WorldSize = None,
     as_json: AsJson = False,
     output: Output = None,
 ) -> None:
     """Show which checkpoint a recovery would choose after each kind of failure, and why."""
-    contents = _contents(folders, job, world_size)
+    contents = contents_in(folders, job, world_size)
     report, screen = explanation(contents, _needed(contents, bits=not quick))
     print_report(report, screen, as_json=as_json, output=output)
+
+
+app.command("export")(taking(ExportOptions)(export))
 
 
 @app.command()
@@ -246,7 +244,7 @@ def prune(
     keep: Annotated[int, typer.Option(min=0, help="How many more to keep, verified ones first.")] = 1,
     yes: Yes = False,
     quick: Quick = False,
-    job: Job = None,
+    job: JobName = None,
     world_size: WorldSize = None,
     as_json: AsJson = False,
     output: Output = None,
@@ -255,12 +253,12 @@ def prune(
 
     Keeps the verified, candidate and latest generation and a few more. Refused while a job uses the folder.
     """
-    contents = _contents(folders, job, world_size)
+    contents = contents_in(folders, job, world_size)
     with exiting(ValueError, CheckpointError), ExitStack() as locks:
         if yes:
             for folder in contents.folders:  # no job may run in them, or start while files are deleted
                 locks.enter_context(lock.claim(folder.path, "scout checkpoint prune"))
-            contents = _contents(folders, job, world_size)
+            contents = contents_in(folders, job, world_size)
         report, broken = pruning_plan(contents, _needed(contents, bits=not quick), keep)
         if yes:
             delete(contents, report)
@@ -331,11 +329,6 @@ def forget(
         parts += ["", "Name the jobs to delete, or add --all."]
     screen = stacked(parts or ["No job has checkpoints in memory."])
     print_report({"jobs": rows, "dry_run": not yes}, screen, as_json=as_json, output=output)
-
-
-def _contents(folders: list[Path], job: str | None, world_size: int | None) -> Contents:
-    with refusing("DIR", OSError, CheckpointError):
-        return contents_of(folders, job, world_size)
 
 
 def _needed(contents: Contents, *, bits: bool) -> list[Damage]:

@@ -1,0 +1,1 @@
+"""Writes a generation in the formats of other tools."""

@@ -1,0 +1,211 @@
+"""Loads a generation that was saved by ranks of another layout, on all ranks or on none (paper, section 9).
+
+Every rank describes the whole state from all headers, reads the parts of tensors that overlap with its own,
+and verifies them. What only other machines have is sent over the job's process group.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torchscout.checkpoint.generation import Generation
+from torchscout.checkpoint.reshard.local_state import LocalState, local_state
+from torchscout.checkpoint.reshard.reader import ReadPart, ShardReader
+from torchscout.checkpoint.reshard.whole_state import StoredPart, WholeState, describe
+from torchscout.checkpoint.resume.transfer import Links, receive_bytes, send_bytes
+from torchscout.checkpoint.state.training_state import StateParts
+from torchscout.checkpoint.storage import shards
+from torchscout.checkpoint.storage.encoding import bytes_of, room_for
+from torchscout.checkpoint.storage.inventory import FoundShard, Member, Tier, inventory
+from torchscout.checkpoint.storage.shard_format import Entry, Header, digest, parse
+from torchscout.errors import CheckpointError, DamagedError
+
+__all__ = ["Layout", "Resharded", "layouts_of", "reshard"]
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How the ranks of a job that saved a generation were laid out, and who can read their shards."""
+
+    mesh: str
+    world_size: int
+    readers: tuple[tuple[int, ...], ...]
+    """For each rank of then, the ranks of now that find its shard."""
+    in_files: bool
+    """Whether a disk holds every shard."""
+
+    @property
+    def missing(self) -> list[int]:
+        return [rank for rank, readers in enumerate(self.readers) if not readers]
+
+    def __str__(self) -> str:
+        return f"{self.world_size} ranks, {self.mesh}"
+
+
+@dataclass(frozen=True, slots=True)
+class Resharded:
+    """This rank's state, verified and not restored yet, or why there is none."""
+
+    state: LocalState | None
+    problems: tuple[str, ...]
+    """On any rank, in words; the same on every rank."""
+    notes: tuple[str, ...] = ()
+
+
+def layouts_of(
+    generation: Generation, member: Member, folders: tuple[Path, Path], links: Links
+) -> tuple[list[Layout], list[FoundShard]]:
+    """The layouts in which any rank finds shards of this generation, and this rank's own findings."""
+    stock = [each for each in inventory(*folders, [generation]).found if each.identity.job == member.job]
+    rows = [
+        [each.identity.mesh, each.identity.world_size, each.identity.rank, each.tier is Tier.DISK]
+        for each in stock
+    ]
+    gathered = links.exchange(rows)
+    sizes = sorted({(mesh, size) for found in gathered for mesh, size, _, _ in found})
+    layouts = []
+    for mesh, size in sizes:
+        own = [
+            [(rank, is_file) for m, s, rank, is_file in found if (m, s) == (mesh, size)] for found in gathered
+        ]
+        readers = tuple(
+            tuple(me for me, found in enumerate(own) if any(rank == each for each, _ in found))
+            for rank in range(size)
+        )
+        in_files = {rank for found in own for rank, is_file in found if is_file} == {*range(size)}
+        layouts.append(Layout(mesh, size, readers, in_files))
+    return layouts, stock
+
+
+def reshard(
+    layout: Layout, stock: Sequence[FoundShard], parts: StateParts, member: Member, links: Links
+) -> Resharded:
+    """Take this rank's state out of the shards of a complete layout. Call it on every rank."""
+    files: dict[int, list[Path]] = {rank: [] for rank in range(layout.world_size)}
+    for each in sorted(stock, key=lambda each: (each.tier is Tier.DISK, each.holder)):
+        if (each.identity.mesh, each.identity.world_size) == (layout.mesh, layout.world_size):
+            files[each.identity.rank].append(each.path)
+    headers = _headers(layout, files, member.rank, links)
+    reader = _Reader(ShardReader(files), files)
+
+    whole: WholeState | None = None
+
+    def attempt(read: ReadPart) -> tuple[LocalState | None, str | None]:
+        nonlocal whole
+        try:
+            whole = whole or _described(headers)
+            return local_state(whole, parts, read, member.world_size), None
+        except CheckpointError as error:
+            return None, str(error)
+
+    _, problem = attempt(reader.plan)
+    if problems := _problems(links, problem):
+        return Resharded(None, problems)
+    reader.receive(layout, headers, member.rank, links)
+    state, problem = attempt(reader.read)
+    if problems := _problems(links, problem):
+        return Resharded(None, problems)
+    assert whole is not None, "it was described for planning"
+    return Resharded(state, (), (*whole.notes, *reader.files.problems))
+
+
+def _described(headers: Sequence[Header | str]) -> WholeState:
+    if wrong := [each for each in headers if isinstance(each, str)]:
+        raise DamagedError("; ".join(wrong))
+    return describe([each for each in headers if isinstance(each, Header)])
+
+
+def _problems(links: Links, problem: str | None) -> tuple[str, ...]:
+    found = enumerate(links.exchange(problem))
+    return tuple(f"rank {rank}: {each}" for rank, each in found if each is not None)
+
+
+def _headers(layout: Layout, files: dict[int, list[Path]], me: int, links: Links) -> list[Header | str]:
+    """The headers of all shards, or why one cannot be read. Its first reader sends it to all ranks, unless
+    they all find the shard."""
+    everybody = len(links.exchange(None))
+    sent: dict[str, Any] = {}
+    for rank, readers in enumerate(layout.readers):
+        if readers[0] == me and len(readers) < everybody:
+            try:
+                path = files[rank][0]
+                header = shards.inspect(path)
+                with path.open("rb") as file:
+                    start = base64.b64encode(file.read(header.start)).decode()
+                sent[str(rank)] = [start, header.size]
+            except (CheckpointError, OSError) as error:
+                sent[str(rank)] = str(error)
+    received = {rank: each for found in links.exchange(sent) for rank, each in found.items()}
+    return [_header(files[rank], received.get(str(rank))) for rank in range(layout.world_size)]
+
+
+def _header(paths: Sequence[Path], received: Any) -> Header | str:
+    try:
+        if paths:
+            return shards.inspect(paths[0])
+        if isinstance(received, str):
+            return received
+        return parse(base64.b64decode(received[0]), received[1])
+    except CheckpointError as error:
+        return str(error)
+
+
+class _Reader:
+    """Reads parts that this rank finds, and receives those that it does not."""
+
+    def __init__(self, files: ShardReader, paths: dict[int, list[Path]]) -> None:
+        self.files, self._paths = files, paths
+        self._wanted: dict[tuple[int, str], Entry] = {}
+        self._received: dict[tuple[int, str], torch.Tensor] = {}
+        self._damaged: dict[tuple[int, str], str] = {}
+
+    def plan(self, copies: Sequence[StoredPart]) -> torch.Tensor:
+        """Note a part that another rank must send; returns memory that is not filled."""
+        if not self._local(copies):
+            first = copies[0]
+            self._wanted[first.rank, first.entry.name] = first.entry
+        return room_for([copies[0].entry])[copies[0].entry.name]
+
+    def read(self, copies: Sequence[StoredPart]) -> torch.Tensor:
+        if local := self._local(copies):
+            return self.files(local)
+        key = (copies[0].rank, copies[0].entry.name)
+        if key in self._damaged:
+            raise DamagedError(self._damaged[key])
+        return self._received[key]
+
+    def receive(self, layout: Layout, headers: Sequence[Header | str], me: int, links: Links) -> None:
+        """Send and receive, rank by rank in the same order everywhere."""
+        wanted = links.exchange([[rank, name] for rank, name in self._wanted])
+        for needy, keys in enumerate(wanted):
+            for rank, name in keys:
+                source, header = layout.readers[rank][0], headers[rank]
+                assert isinstance(header, Header), "planning has refused it otherwise"
+                if source == me:
+                    entry = next(each for each in header.entries if each.name == name)
+                    with self._paths[rank][0].open("rb") as file:
+                        send_bytes(file.fileno(), entry.offset, entry.length, needy, links.group)
+                elif needy == me:
+                    self._take(rank, self._wanted[rank, name], source, links)
+
+    def _take(self, rank: int, entry: Entry, source: int, links: Links) -> None:
+        tensor = room_for([entry])[entry.name]
+        memory, position = bytes_of(tensor), 0
+        for piece in receive_bytes(entry.length, source, links.group):
+            memory[position : position + len(piece)] = piece
+            position += len(piece)
+        self._received[rank, entry.name] = tensor
+        if digest(memory) != entry.digest:
+            self._damaged[rank, entry.name] = (
+                f"tensor {entry.name!r} of rank {rank}'s shard, which rank {source} reads, is damaged: its "
+                "digest does not match"
+            )
+
+    def _local(self, copies: Sequence[StoredPart]) -> list[StoredPart]:
+        return [each for each in copies if self._paths[each.rank]]
