@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from torchscout.decision.channel import PeerChannel, ThreadChannel
+from torchscout.decision.tree import TreeChannel, groups_of
 from torchscout.mesh import Axis, PeerGroup
 
-__all__ = ["CountedChannel", "ThreadPeers", "on_threads"]
+__all__ = ["CountedChannel", "ThreadPeers", "on_threads", "tree_of_threads"]
+
+_End = TypeVar("_End")
 
 
 class CountedChannel:
@@ -76,7 +79,23 @@ class ThreadPeers:
         return list(zip(*self.exchange(row), strict=True))
 
 
-def on_threads(peers: Sequence[ThreadPeers], body: Callable[[ThreadPeers], Any]) -> list[Any]:
+def tree_of_threads(size: int, width: int, *, timeout: float = 10.0) -> list[TreeChannel]:
+    """Return one end of a tree for each of ``size`` ranks."""
+    peers = PeerGroup(tuple(range(size)), Axis.REPLICA)
+    groups: dict[range, Sequence[ThreadChannel]] = {}
+    ends = []
+    for rank in peers.ranks:
+        levels = []
+        for places in groups_of(rank, size, width):
+            if places not in groups:
+                members = PeerGroup(tuple(places), Axis.REPLICA)
+                groups[places] = ThreadChannel.create_all(members, timeout=timeout)
+            levels.append(groups[places][places.index(rank)])
+        ends.append(TreeChannel(peers, rank, levels, width))
+    return ends
+
+
+def on_threads(peers: Sequence[_End], body: Callable[[_End], Any]) -> list[Any]:
     """Run the body on all ranks at the same time; return each result."""
     with ThreadPoolExecutor(len(peers)) as pool:
         return list(pool.map(body, peers))

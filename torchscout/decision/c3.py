@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
 import xxhash
 
 from torchscout.decision import consensus
-from torchscout.decision.consensus import Verdict
+from torchscout.decision.consensus import Status, Verdict
 from torchscout.decision.record import Surface
 
 if TYPE_CHECKING:
@@ -34,15 +35,29 @@ def compare(channel: PeerChannel, values: Mapping[Surface, int]) -> dict[Surface
     digest = xxhash.xxh3_64_intdigest("\n".join(values).encode())
     gathered = channel.gather(layout.pack(digest, *values.values()))
     _require_one_layout(gathered, channel.peers.ranks)
-    columns = zip(*(layout.unpack(peer)[1:] for peer in gathered), strict=True)
-    return {surface: consensus.exact(column) for surface, column in zip(values, columns, strict=True)}
+    return dict(zip(values, _verdicts(gathered), strict=True))
+
+
+def _verdicts(gathered: Sequence[bytes]) -> Iterator[Verdict]:
+    """Decide on each surface. Only those in which peers differ are looked at peer by peer."""
+    peers, distinct = len(gathered), [*dict.fromkeys(gathered)]
+    table = np.frombuffer(b"".join(distinct), "<i8").reshape(len(distinct), -1)[:, 1:]
+    is_unanimous = (table == table[0]).all(axis=0).tolist()
+    place = {payload: number for number, payload in enumerate(distinct)}
+    rows = [place[each] for each in gathered] if len(distinct) > 1 else []
+    for column, (same, first) in enumerate(zip(is_unanimous, table[0].tolist(), strict=True)):
+        if same:
+            yield Verdict(Status.AGREE, (), (first,) * peers)
+        else:
+            yield consensus.exact(table[rows, column].tolist())
 
 
 def _require_one_layout(gathered: Sequence[bytes], ranks: Sequence[int]) -> None:
     """Values of different surfaces must not be compared."""
+    if len({(len(payload), payload[:8]) for payload in dict.fromkeys(gathered)}) == 1:
+        return
     by_layout: dict[tuple[int, bytes], list[int]] = {}
     for rank, payload in zip(ranks, gathered, strict=True):
         by_layout.setdefault((len(payload) // 8 - 1, payload[:8]), []).append(rank)
-    if len(by_layout) > 1:
-        sent = "; ".join(f"ranks {members} sent {count} values" for (count, _), members in by_layout.items())
-        raise ValueError(f"peers compared different surfaces: {sent}")
+    sent = "; ".join(f"ranks {members} sent {count} values" for (count, _), members in by_layout.items())
+    raise ValueError(f"peers compared different surfaces: {sent}")

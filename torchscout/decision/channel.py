@@ -5,18 +5,21 @@ Payloads are bytes, never pickles: a peer sends data, not code.
 
 from __future__ import annotations
 
+import datetime
+import json
 import struct
 import threading
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
 from torchscout.errors import ChannelError
 from torchscout.mesh import PeerGroup
+from torchscout.utils import unlisted_groups
 
-__all__ = ["PeerChannel", "ProcessGroupChannel", "ThreadChannel"]
+__all__ = ["PeerChannel", "ProcessGroupChannel", "ThreadChannel", "decoded"]
 
 
 class PeerChannel(Protocol):
@@ -42,6 +45,10 @@ class PeerChannel(Protocol):
         """Return the payload of the peer at position ``source``, which all peers pass alike."""
         ...
 
+    def highest(self, values: Sequence[int]) -> list[int]:
+        """Return the maximum of each 64-bit integer over all peers, which pass equally many."""
+        ...
+
 
 _HEADER = struct.Struct("<q")  # the length of the payload
 _BLOCK = 4096  # bytes of the first exchange; hundreds of surfaces need no second one
@@ -51,18 +58,23 @@ class ProcessGroupChannel:
     """A channel over a process group that training does not use.
 
     ``device`` is where the backend of the group needs its tensors: ``cpu`` for Gloo, the rank's device for
-    NCCL. Raises ``ValueError`` if the group has other ranks than ``peers``.
+    NCCL. ``patience`` replaces the timeout of the group in broadcasts. Raises ``ValueError`` if the group has
+    more or fewer ranks than ``peers``.
     """
 
     def __init__(
-        self, peers: PeerGroup, group: dist.ProcessGroup, *, device: torch.device | str = "cpu"
+        self,
+        peers: PeerGroup,
+        group: dist.ProcessGroup,
+        *,
+        device: torch.device | str = "cpu",
+        patience: datetime.timedelta | None = None,
     ) -> None:
-        members = tuple(dist.get_process_group_ranks(group))
-        if members != peers.ranks:
-            raise ValueError(f"the process group has ranks {members}, its peers are {peers.ranks}")
+        if group.size() != len(peers):
+            raise ValueError(f"the process group has {group.size()} ranks, its peers are {peers.ranks}")
         self.peers = peers
-        self.position = dist.get_rank(group)
-        self._group = group
+        self.position = group.rank()
+        self._group, self._patience = group, patience
         self._device = torch.device(device)
 
     def gather(self, payload: bytes) -> list[bytes]:
@@ -85,11 +97,20 @@ class ProcessGroupChannel:
             return _body(first, length)
         return _body(first + self._broadcast(payload[carried:], length - carried, source), length)
 
+    def highest(self, values: Sequence[int]) -> list[int]:
+        column = torch.tensor(values, dtype=torch.int64, device=self._device)
+        try:
+            unlisted_groups.all_reduce_max(column, self._group)
+        except RuntimeError as error:
+            raise ChannelError(f"ranks {self.peers.ranks} could not agree: {error}") from error
+        highest: list[int] = column.tolist()
+        return highest
+
     def _all_gather(self, payload: bytes, size: int) -> list[bytes]:
         local = self._tensor(payload, size)
         gathered = local.new_empty(len(self.peers), size)
         try:
-            dist.all_gather([*gathered.unbind()], local, group=self._group)
+            unlisted_groups.all_gather(gathered.unbind(), local, self._group)
         except RuntimeError as error:
             raise ChannelError(f"gather among ranks {self.peers.ranks} failed: {error}") from error
         on_host = gathered.cpu().numpy()  # one transfer for all peers
@@ -98,7 +119,7 @@ class ProcessGroupChannel:
     def _broadcast(self, payload: bytes, size: int, source: int) -> bytes:
         tensor = self._tensor(payload, size)
         try:
-            dist.broadcast(tensor, src=self.peers.ranks[source], group=self._group)
+            unlisted_groups.broadcast(tensor, self._group, source=source, timeout=self._patience)
         except RuntimeError as error:
             raise ChannelError(f"broadcast among ranks {self.peers.ranks} failed: {error}") from error
         return tensor.cpu().numpy().tobytes()
@@ -110,6 +131,12 @@ class ProcessGroupChannel:
 
 def _body(block: bytes, length: int) -> bytes:
     return block[_HEADER.size : _HEADER.size + length]
+
+
+def decoded(documents: Sequence[bytes | str]) -> list[Any]:
+    """Decode JSON documents. Equal ones, which are usual, are decoded once and share one object."""
+    known = {each: json.loads(each) for each in dict.fromkeys(documents)}
+    return [known[each] for each in documents]
 
 
 class ThreadChannel:
@@ -137,6 +164,11 @@ class ThreadChannel:
 
     def broadcast(self, payload: bytes, *, source: int) -> bytes:
         return self.gather(payload)[source]
+
+    def highest(self, values: Sequence[int]) -> list[int]:
+        layout = struct.Struct(f"<{len(values)}q")
+        columns = zip(*map(layout.unpack, self.gather(layout.pack(*values))), strict=True)
+        return [max(each) for each in columns]
 
     def _meet(self) -> None:
         try:

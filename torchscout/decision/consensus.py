@@ -18,7 +18,13 @@ from torchscout.config import KAPPA, MATERIAL_RATIO
 if TYPE_CHECKING:
     from collections.abc import Hashable, Sequence
 
+    import numpy as np
+    import numpy.typing as npt
+
 __all__ = ["Status", "Verdict", "exact", "known", "robust_scale", "statistical"]
+
+MANY = 64
+"""From so many peers on, values are compared as arrays."""
 
 _Value = TypeVar("_Value")
 
@@ -70,7 +76,12 @@ def known(values: Sequence[Hashable], right: Hashable) -> Verdict:
     return _verdict(evidence, [value != right for value in evidence])
 
 
-def statistical(values: Sequence[float], *, kappa: float = KAPPA, ratio: float = MATERIAL_RATIO) -> Verdict:
+def statistical(
+    values: Sequence[float] | npt.NDArray[np.float64],
+    *,
+    kappa: float = KAPPA,
+    ratio: float = MATERIAL_RATIO,
+) -> Verdict:
     """Compare durations: an outlier is more than ``kappa`` robust scales from the median.
 
     A duration that is not finite never agrees. Two peers have no majority: if they differ by more than
@@ -78,7 +89,9 @@ def statistical(values: Sequence[float], *, kappa: float = KAPPA, ratio: float =
     """
     if kappa <= 0:
         raise ValueError(f"kappa must be positive, got {kappa}")
-    evidence = _evidence(values)
+    if len(values) >= MANY:
+        return _statistical(values, kappa)
+    evidence = _evidence([*values])
     finite = [value for value in evidence if math.isfinite(value)]
     if 2 * len(finite) <= len(evidence) or (len(finite) == 2 and max(finite) > ratio * min(finite)):
         return Verdict(Status.INCONCLUSIVE, (), evidence)
@@ -86,14 +99,46 @@ def statistical(values: Sequence[float], *, kappa: float = KAPPA, ratio: float =
     return _verdict(evidence, [not math.isfinite(value) or abs(value - center) > reach for value in evidence])
 
 
-def robust_scale(values: Sequence[float]) -> float:
+def _statistical(values: Sequence[float] | npt.NDArray[np.float64], kappa: float) -> Verdict:
+    """The same rule for many peers."""
+    import numpy as np  # not above, because observers import this module and must stay small
+
+    times = np.asarray(values, np.float64)
+    evidence, is_finite = tuple(times.tolist()), np.isfinite(times)
+    finite = times[is_finite]
+    if 2 * len(finite) <= len(times):
+        return Verdict(Status.INCONCLUSIVE, (), evidence)
+    reach = kappa * robust_scale(finite)
+    is_outlier = ~is_finite
+    is_outlier[is_finite] = np.abs(finite - np.median(finite)) > reach
+    outliers = tuple(np.flatnonzero(is_outlier).tolist())
+    return Verdict(Status.ATTRIBUTED if outliers else Status.AGREE, outliers, evidence)
+
+
+def robust_scale(values: Sequence[float] | npt.NDArray[np.float64]) -> float:
     """Return a dispersion that a few extremes cannot dominate; zero only if all values are equal."""
-    center = statistics.median(values)
-    if mad := statistics.median(abs(value - center) for value in values):
+    if len(values) >= MANY:
+        return _robust_scale(values)
+    ordered: list[float] = sorted(values)
+    center, last = statistics.median(ordered), len(ordered) - 1
+    if mad := statistics.median(abs(value - center) for value in ordered):
         return 1.4826 * mad  # the standard deviation of normally distributed values
     # More than half of the values are equal. Quartiles are rounded inward: interpolated ones would include
     # part of the extreme value of [1, 1, 100].
-    ordered, last = sorted(values), len(values) - 1
+    if spread := ordered[math.floor(0.75 * last)] - ordered[math.ceil(0.25 * last)]:
+        return spread / 1.349
+    return (ordered[-1] - ordered[0]) / 10
+
+
+def _robust_scale(values: Sequence[float] | npt.NDArray[np.float64]) -> float:
+    """The same dispersion of many values."""
+    import numpy as np
+
+    many = np.asarray(values, np.float64)
+    if mad := float(np.median(np.abs(many - np.median(many)))):
+        return 1.4826 * mad
+    ordered: list[float] = np.sort(many).tolist()
+    last = len(ordered) - 1
     if spread := ordered[math.floor(0.75 * last)] - ordered[math.ceil(0.25 * last)]:
         return spread / 1.349
     return (ordered[-1] - ordered[0]) / 10

@@ -72,6 +72,8 @@ class GroupDiagnosis:
         """Every group compared so far, with its index, which ``Persistence`` uses as a rank."""
         self._records: dict[Surface, tuple[EvidenceRecord, ...]] = {}
         self._reported: set[tuple[object, ...]] = set()
+        self._placements: dict[tuple[int, ...], tuple[int, ...]] = {}
+        """Members per machine, by the ranks of a group."""
         self._delayed = 0
         """Rounds that findings have waited."""
 
@@ -83,7 +85,7 @@ class GroupDiagnosis:
         A finding is reported once, and again if it grows or comes back. Raises ``ValueError`` for a surface
         without a record, and for a group that is timed twice or is not in the mesh.
         """
-        kinds = _corresponding(self._mesh, times)
+        kinds = self._corresponding(times)
         proof = {surface: tuple(r for r in records if r.surface == surface) for _, surface, _, _ in kinds}
         if bare := sorted(surface for surface, found in proof.items() if not found):
             raise ValueError(f"step {step}: no evidence record for {', '.join(bare)}")
@@ -97,6 +99,21 @@ class GroupDiagnosis:
         new = [finding for finding in findings if not _subjects(finding) <= self._reported]
         self._reported = {subject for finding in findings for subject in _subjects(finding)}
         return [incident(finding, step, self._proof(finding)) for finding in new]
+
+    def _corresponding(self, times: Iterable[CollectiveTime]) -> dict[_Kind, dict[Group, float]]:
+        kinds: dict[_Kind, dict[Group, float]] = defaultdict(dict)
+        for time in times:
+            if time.ranks[0] < 0 or time.ranks[-1] >= len(self._mesh):
+                raise ValueError(f"{time.group} is not in a mesh of {len(self._mesh)} ranks")
+            placement = self._placements.get(time.ranks)
+            if placement is None:
+                placement = tuple(sorted(Counter(map(self._mesh.host_of, time.ranks)).values()))
+                self._placements[time.ranks] = placement
+            members = kinds[_Kind(time.axis, time.surface, time.shape, placement)]
+            if time.group in members:
+                raise ValueError(f"{time.group}: {time.surface} was timed twice in one round")
+            members[time.group] = time.milliseconds
+        return kinds
 
     def _compare(self, step: int, kind: _Kind, members: Mapping[Group, float]) -> None:
         known = self._known[kind]
@@ -151,19 +168,6 @@ class GroupDiagnosis:
         explained = set(finding.groups)
         surfaces = dict.fromkeys(kind.surface for kind, group in self._slow() if group in explained)
         return [record for surface in surfaces for record in self._records[surface]]
-
-
-def _corresponding(mesh: Mesh, times: Iterable[CollectiveTime]) -> dict[_Kind, dict[Group, float]]:
-    kinds: dict[_Kind, dict[Group, float]] = defaultdict(dict)
-    for time in times:
-        if time.ranks[0] < 0 or time.ranks[-1] >= len(mesh):
-            raise ValueError(f"{time.group} is not in a mesh of {len(mesh)} ranks")
-        placement = sorted(Counter(map(mesh.host_of, time.ranks)).values())
-        members = kinds[_Kind(time.axis, time.surface, time.shape, tuple(placement))]
-        if time.group in members:
-            raise ValueError(f"{time.group}: {time.surface} was timed twice in one round")
-        members[time.group] = time.milliseconds
-    return kinds
 
 
 def _subjects(finding: Localization) -> set[tuple[object, ...]]:

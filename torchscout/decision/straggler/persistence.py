@@ -11,7 +11,9 @@ import math
 import statistics
 from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
 
 from torchscout.decision.consensus import Status, robust_scale
 
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torchscout.config import StragglerConfig
+    from torchscout.decision.consensus import Verdict
     from torchscout.decision.record import EvidenceRecord
 
 __all__ = ["Persistence", "SlowRun", "Times"]
@@ -78,30 +81,48 @@ class Times:
         """Return the times of a record; None if too few peers were timed to compare them."""
         if record.verdict is None:
             return None
-        evidence = cast("tuple[float, ...]", record.verdict.evidence)
-        timed = zip(record.peers, evidence, strict=True)
-        of_rank = {rank: time for rank, time in timed if math.isfinite(time) and time > 0}
+        if (known := _recent.get(id(record))) is not None and known[0] is record:
+            return known[1]
+        found = cls._of(record, record.verdict)
+        if len(_recent) >= _MOST_RECENT:
+            _recent.clear()
+        _recent[id(record)] = record, found
+        return found
+
+    @classmethod
+    def _of(cls, record: EvidenceRecord, verdict: Verdict) -> Times | None:
+        values = np.array(verdict.evidence, np.float64)
+        usable = np.isfinite(values) & (values > 0)
+        times, ranks = values[usable], np.array(record.peers)[usable]
         # Two peers that disagree are usable; in any other inconclusive round most peers were not timed.
-        pair, unsettled = len(of_rank) == 2, record.verdict.status is Status.INCONCLUSIVE
-        if len(of_rank) < 2 or (unsettled and not pair):
+        pair, unsettled = len(times) == 2, verdict.status is Status.INCONCLUSIVE
+        if len(times) < 2 or (unsettled and not pair):
             return None
-        ordered = sorted(of_rank.values())
-        reference = ordered[0] if pair else statistics.median(ordered)
+        slowest = int(times.argmax())
+        reference = float(times.min() if pair else np.median(times))
         spread = Spread(
-            slowest=max(of_rank, key=of_rank.__getitem__),
-            scale=robust_scale(ordered) / reference,
-            scale_without_slowest=robust_scale(ordered if pair else ordered[:-1]) / reference,
+            slowest=int(ranks[slowest]),
+            scale=robust_scale(times) / reference,
+            scale_without_slowest=robust_scale(times if pair else np.delete(times, slowest)) / reference,
         )
-        return cls(of_rank, reference, spread)
+        return cls(dict(zip(ranks.tolist(), times.tolist(), strict=True)), reference, spread)
 
     def slower(self, config: StragglerConfig) -> list[int]:
         """Ranks that are materially slower than the reference."""
         floor = max(config.min_slowdown_ratio * self.reference, self.reference + config.min_slowdown_ms)
+        if self.of_rank[self.spread.slowest] < floor:
+            return []
         return [rank for rank, time in self.of_rank.items() if time >= floor]
 
     def excess(self, rank: int) -> float:
         """How much slower than the reference, relative to it."""
         return self.of_rank[rank] / self.reference - 1
+
+
+_recent: dict[int, tuple[EvidenceRecord, Times | None]] = {}
+"""The times of records by identity: several diagnoses ask for those of one record, which has many in a large
+job."""
+_MOST_RECENT = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +199,7 @@ class Persistence:
             return []
         self._spreads.extend(times.spread for record, times in timed if not _unsettled(record))
         behind = self._behind(timed)
-        measured = {rank for _, times in timed for rank in times.of_rank}
+        measured = set[int]().union(*(times.of_rank for _, times in timed))
         for rank in self._runs.keys() & (measured - behind.keys()):
             del self._runs[rank]
         slow = {rank: self._slow_rounds(rank, *behind[rank]) for rank in sorted(behind)}

@@ -1,67 +1,29 @@
-"""The times of one check, and which of them are comparable (paper, sections 5.4 and 6.1.2).
+"""Which times of one check are comparable, and how they compare (paper, sections 5.4 and 6.1.2).
 
-Every rank sends its times to all ranks. The time that a rank spends by itself is compared among its peers;
-the time of a collective belongs to a process group, and counts for each of its members.
+The time that a rank spends by itself is compared among its peers; the time of a collective belongs to a
+process group, and counts for each of its members.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from torchscout.config import StragglerConfig
 from torchscout.decision import consensus
 from torchscout.decision.record import EvidenceRecord, Manifestation, Surface
 from torchscout.decision.straggler.groups import CollectiveTime
-from torchscout.mesh import AXES, LayerKind, Mesh
+from torchscout.decision.straggler.measured import Table
+from torchscout.mesh import LayerKind, Mesh, PeerGroup
 
-__all__ = ["Lap", "Measured", "Timings", "axis_of"]
+__all__ = ["Timings"]
 
-
-@dataclass(frozen=True, slots=True)
-class Lap:
-    """The collectives of one kind that one replay made on one process group."""
-
-    surface: Surface
-    """Ends in ``@`` for the collectives of a module, whose surfaces get the axis of the group."""
-    members: tuple[int, ...]
-    elements: int
-    milliseconds: tuple[float, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """The times of one replay on this rank."""
-
-    layer: str
-    shape: tuple[int, ...]
-    """The size of the work."""
-    times: Mapping[Surface, float]
-    laps: Sequence[Lap]
-
-    def to_json(self, mesh: Mesh) -> dict[str, Any]:
-        """Return plain JSON, without members: the ranks that send times of a group are its members."""
-        return {
-            "layer": self.layer,
-            "shape": list(self.shape),
-            "times": dict(self.times),
-            "laps": [
-                [lap.surface, axis_of(mesh, lap.members), *_identity(lap), list(lap.milliseconds)]
-                for lap in self.laps
-            ],
-        }
-
-
-def axis_of(mesh: Mesh, members: Sequence[int]) -> str:
-    """Return the mesh axis of a process group, of dense layers or of experts.
-
-    For a group over several axes, or a part of one, these are the axes along which its members differ.
-    """
-    wanted = tuple(sorted(members))
-    along = (axis for role in LayerKind for axis in AXES if mesh.ranks_along(axis, wanted[0], role) == wanted)
-    return next(along, None) or "+".join(mesh.axes_across(wanted, LayerKind.DENSE))
+_Ranks = npt.NDArray[np.int64]
+_Times = npt.NDArray[np.float64]
 
 
 class Timings:
@@ -71,87 +33,99 @@ class Timings:
         self,
         step: int,
         mesh: Mesh,
-        measured: Sequence[Sequence[Mapping[str, Any]]],
+        tables: Sequence[Table],
         config: StragglerConfig = StragglerConfig(),  # noqa: B008  it is frozen
     ) -> None:
-        """``measured`` has the JSON form of ``Measured`` for each rank."""
-        self.step, self._mesh, self._config, self._measured = step, mesh, config, measured
+        self.step, self._mesh, self._config, self._tables = step, mesh, config, tables
+        self._peers: dict[tuple[LayerKind, bool, int], tuple[PeerGroup, _Ranks]] = {}
 
     def computation(self) -> list[EvidenceRecord]:
         """Compare the times that ranks spent by themselves."""
         # By layer, because a check may replay one surface several times: experts at several shapes.
-        found: dict[tuple[Surface, str], dict[int, _Value]] = defaultdict(dict)
-        for rank, measured in enumerate(self._measured):
-            for each in measured:
-                value = (each["layer"], tuple(each["shape"]))
-                for surface, milliseconds in each["times"].items():
-                    found[surface, each["layer"]][rank] = _Value(milliseconds, *value)
+        size = len(self._mesh)
+        found: dict[tuple[Surface, str, tuple[int, ...]], _ByRank] = {}
+        for table in self._tables:
+            for work in table.work:
+                for surface, place in work.times.items():
+                    key = (surface, work.layer, work.shape)
+                    values = found.setdefault(key, _ByRank(size, [work.layer] * size))
+                    values.put(table.ranks, table.values[:, place])
         return [
-            record for (surface, _), values in found.items() for record in self._compared(surface, values)
+            record
+            for (surface, _, shape), values in found.items()
+            for record in self._compared(surface, shape, values)
         ]
 
     def communication(self) -> tuple[list[CollectiveTime], list[EvidenceRecord]]:
         """Return the time of each process group, and comparisons of its members with their peers."""
-        found: dict[_GroupKey, dict[int, _Value]] = defaultdict(dict)
-        laps: dict[_GroupKey, dict[int, Sequence[float]]] = defaultdict(dict)
-        for rank, measured in enumerate(self._measured):
-            for each in measured:
-                for surface, axis, *identity, milliseconds in each["laps"]:
-                    key = _GroupKey(_named(surface, axis), axis, *identity)
-                    laps[key][rank] = milliseconds
-                    found[key][rank] = _Value(0.0, each["layer"], (key.elements,))
         times: list[CollectiveTime] = []
-        by_surface: dict[Surface, dict[int, _Value]] = defaultdict(dict)
-        for key, by_rank in laps.items():
-            if (total := _total(by_rank, key.size)) is not None:
-                shape = (key.elements,)
-                times.append(CollectiveTime(key.axis, tuple(sorted(by_rank)), key.surface, total, shape))
-                for rank, value in found[key].items():
-                    # The slowest of several groups, such as those with two neighbours in a pipeline.
-                    before, own = by_surface[key.surface].get(rank), value._replace(milliseconds=total)
-                    if before is None or before.milliseconds < total:
-                        by_surface[key.surface][rank] = own
+        slowest: dict[Surface, _Slowest] = defaultdict(lambda: _Slowest(len(self._mesh)))
+        for key, laps in self._laps().items():
+            if (total := laps.total(key.size)) is None:
+                continue
+            ranks, shape = laps.ranks(), (key.elements,)
+            times.append(CollectiveTime(key.axis, tuple(ranks.tolist()), key.surface, total, shape))
+            slowest[key.surface].put_group(ranks, total, laps.layer, key.elements)
         records = [
-            record for surface, values in by_surface.items() for record in self._compared(surface, values)
+            record
+            for surface, each in slowest.items()
+            for elements, values in each.by_elements()
+            for record in self._compared(surface, (elements,), values)
         ]
         compared = {record.surface for record in records}
         return [each for each in times if each.surface in compared], records
 
-    def _compared(self, surface: Surface, values: Mapping[int, _Value]) -> Iterable[EvidenceRecord]:
-        seen: set[int] = set()
-        for rank, value in values.items():
-            if rank in seen:
-                continue
-            # Only replicas share state.
-            is_update = surface.startswith(("time/optimizer", "time/expert_optimizer"))
-            role = LayerKind.EXPERT if _is_of_experts(surface) else LayerKind.DENSE
-            among = self._mesh.peers_of if is_update else self._mesh.layer_peers_of
-            peers = among(rank, role)
+    def _laps(self) -> dict[_GroupKey, _Laps]:
+        """Return the collectives of each process group."""
+        found: dict[_GroupKey, _Laps] = {}
+        for table in self._tables:
+            for work in table.work:
+                for lap in work.laps:
+                    identities, milliseconds = lap.identity(table.values), lap.milliseconds(table.values)
+                    for rows in _alike(identities):
+                        identity = identities[rows[0]].tolist()
+                        key = _GroupKey(_named(lap.surface, lap.axis), lap.axis, *identity)
+                        laps = found.setdefault(key, _Laps(work.layer))
+                        laps.put(table.ranks[rows], milliseconds[rows])
+        return found
+
+    def _compared(
+        self, surface: Surface, shape: tuple[int, ...], values: _ByRank
+    ) -> Iterator[EvidenceRecord]:
+        # Only replicas share state.
+        is_update = surface.startswith(("time/optimizer", "time/expert_optimizer"))
+        role = LayerKind.EXPERT if _is_of_experts(surface) else LayerKind.DENSE
+        left = values.is_there.copy()
+        rank = 0
+        while left[rank:].any():
+            rank += int(left[rank:].argmax())
+            peers, members = self._peers_of(rank, role, is_update)
             # A rank that could not replay has no times, and other sizes are other work.
-            having = tuple(
-                each for each in peers.ranks if each in values and values[each].shape == value.shape
-            )
-            seen.update(having)
-            if len(having) >= 2:
+            having = values.is_there[members]
+            ranks = peers.ranks if having.all() else tuple(members[having].tolist())
+            left[members] = False
+            if len(ranks) >= 2:
                 yield EvidenceRecord(
                     step=self.step,
                     surface=surface,
                     manifestation=Manifestation.STRAGGLER,
-                    peers=having,
+                    peers=ranks,
                     verdict=consensus.statistical(
-                        [values[each].milliseconds for each in having],
+                        values.milliseconds[members[having]],
                         kappa=self._config.kappa,
                         ratio=self._config.min_slowdown_ratio,
                     ),
-                    layer=value.layer or None,
-                    shape=value.shape,
+                    layer=values.layers[rank] or None,
+                    shape=shape,
                 )
 
-
-class _Value(NamedTuple):
-    milliseconds: float
-    layer: str
-    shape: tuple[int, ...]
+    def _peers_of(self, rank: int, role: LayerKind, is_update: bool) -> tuple[PeerGroup, _Ranks]:
+        key = (role, is_update, rank)
+        if key not in self._peers:
+            among = self._mesh.peers_of if is_update else self._mesh.layer_peers_of
+            peers = among(rank, role)
+            self._peers[key] = peers, np.array(peers.ranks)
+        return self._peers[key]
 
 
 class _GroupKey(NamedTuple):
@@ -163,8 +137,79 @@ class _GroupKey(NamedTuple):
     elements: int
 
 
-def _identity(lap: Lap) -> tuple[int, int, int, int]:
-    return min(lap.members), max(lap.members), len(lap.members), lap.elements
+class _ByRank:
+    """One time for each rank that has one."""
+
+    def __init__(self, size: int, layers: list[str]) -> None:
+        """``layers`` has each rank's."""
+        self.layers = layers
+        self.milliseconds: _Times = np.zeros(size)
+        self.is_there = np.zeros(size, bool)
+
+    def put(self, ranks: _Ranks, milliseconds: _Times) -> None:
+        self.milliseconds[ranks], self.is_there[ranks] = milliseconds, True
+
+
+class _Slowest(_ByRank):
+    """For each rank the slowest of several groups, such as those with two neighbours in a pipeline."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size, [""] * size)
+        self.elements = np.zeros(size, np.int64)
+
+    def put_group(self, ranks: _Ranks, milliseconds: float, layer: str, elements: int) -> None:
+        """Add a group that took this time for so many elements in a layer."""
+        slower = ranks[~self.is_there[ranks] | (self.milliseconds[ranks] < milliseconds)]
+        self.put(slower, np.full(len(slower), milliseconds))
+        self.elements[slower] = elements
+        for rank in slower.tolist():
+            self.layers[rank] = layer
+
+    def by_elements(self) -> Iterator[tuple[int, _ByRank]]:
+        for elements in dict.fromkeys(self.elements[self.is_there].tolist()):
+            values = _ByRank(len(self.elements), self.layers)
+            ranks = np.flatnonzero(self.is_there & (self.elements == elements))
+            values.put(ranks, self.milliseconds[ranks])
+            yield elements, values
+
+
+class _Laps:
+    """The collectives of one process group, as its members timed them."""
+
+    def __init__(self, layer: str) -> None:
+        self.layer = layer
+        self._parts: list[tuple[_Ranks, _Times]] = []
+
+    def put(self, ranks: _Ranks, milliseconds: _Times) -> None:
+        """Add members; those of a later replay replace those of an earlier one."""
+        kept = [
+            (members[keep], times[keep])
+            for members, times in self._parts
+            if (keep := ~np.isin(members, ranks)).any()
+        ]
+        self._parts = [*kept, (ranks, milliseconds)]
+
+    def ranks(self) -> _Ranks:
+        return np.sort(np.concatenate([ranks for ranks, _ in self._parts]))
+
+    def total(self, size: int) -> float | None:
+        """Return the time of the transfers, without waiting; None unless all members sent theirs.
+
+        The member that enters last does not wait, and it may be another one each time.
+        """
+        calls = {times.shape[1] for _, times in self._parts}
+        if sum(len(ranks) for ranks, _ in self._parts) != size or len(calls) != 1:
+            return None
+        return sum(np.min([times.min(axis=0) for _, times in self._parts], axis=0).tolist(), 0.0)
+
+
+def _alike(rows: npt.NDArray[np.int64]) -> list[npt.NDArray[np.int64]]:
+    """Return the numbers of equal rows, ascending."""
+    if (rows == rows[0]).all():
+        return [np.arange(len(rows))]
+    order = np.lexsort(rows.T[::-1])
+    ordered = rows[order]
+    return np.split(order, np.flatnonzero((ordered[1:] != ordered[:-1]).any(axis=1)) + 1)
 
 
 def _is_of_experts(surface: Surface) -> bool:
@@ -174,14 +219,3 @@ def _is_of_experts(surface: Surface) -> bool:
 
 def _named(surface: Surface, axis: str) -> Surface:
     return Surface(f"{surface}{axis}") if surface.endswith("@") else surface
-
-
-def _total(laps: Mapping[int, Sequence[float]], size: int) -> float | None:
-    """Return the time of the transfers, without waiting; None unless all members sent theirs.
-
-    The member that enters last does not wait, and it may be another one each time.
-    """
-    counts = {len(each) for each in laps.values()}
-    if len(laps) != size or len(counts) != 1:
-        return None
-    return sum((min(each) for each in zip(*laps.values(), strict=True)), 0.0)

@@ -1,0 +1,148 @@
+"""Checks of a job that is too large for one group of ranks. Here groups have two members, so that five ranks
+make a tree of three levels."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from tests.support.ranks import run_ranks
+from tests.support.replay_jobs import Job, bytes_of
+from torchscout import communicators
+from torchscout.attach import enable_resiliency
+from torchscout.collectives.call import Call
+from torchscout.collectives.interceptor import Pending, listen
+from torchscout.config import ReplayConfig
+from torchscout.decision import tree
+from torchscout.decision.tree import TreeChannel, groups_of
+from torchscout.errors import ChannelError
+from torchscout.faults.injector import Injector
+from torchscout.faults.plan import FaultPlan
+from torchscout.utils.reentrancy import in_own_work
+
+RANKS, STEPS = 5, 9
+CONFIG = ReplayConfig(interval=1, timeout_seconds=60.0)
+WRONG, FAULTY_STEP = 3, 3
+EXCHANGES = 8
+"""Of one check: descriptions, readiness, inputs, barrier, evidence, differences, times, outcome."""
+
+
+class Counted:
+    """SCOUT's own collectives, and the largest group that any of them used."""
+
+    def __init__(self) -> None:
+        self.operations: Counter[str] = Counter()
+        self.largest = 0
+
+    def before(self, call: Call) -> None:
+        if call.group.is_scouts:
+            self.operations[call.operation] += 1
+            self.largest = max(self.largest, len(call.group.members or ()))
+
+    def issued(self, call: Call, token: object, pending: Pending | None) -> None:
+        """Counted already."""
+
+
+class Found(NamedTuple):
+    weights: bytes
+    failures: list[str]
+    incidents: list[tuple[str, str, tuple[int, ...]]]
+    certified: int | None
+    operations: Counter[str]
+    largest: int
+
+
+def narrow() -> None:
+    tree.FAN_OUT = communicators.FAN_OUT = 2
+
+
+def trained(
+    rank: int, run_dir: Path | None, faults: FaultPlan, break_in: int = 0, wrong: bool = False
+) -> Found:
+    """``break_in`` is the exchange of the faulty step in which rank 2 loses its connections; 0 for none."""
+    narrow()
+    job, counted = Job(rank), Counted()
+    if wrong:
+        job.net.stack[0].down.register_forward_hook(
+            lambda _, __, output: (
+                output + 1 if in_own_work() and (rank, job.step) == (WRONG, FAULTY_STEP) else None
+            )
+        )
+    if rank == 2 and break_in:
+        _break(job, break_in)
+    if run_dir is None:
+        job.train(STEPS)
+        return Found(bytes_of(job.net.parameters()), [], [], None, counted.operations, 0)
+    with (
+        Injector(faults, rank, job.net, job.optimizer),
+        enable_resiliency(job.model, job.optimizer, replay=CONFIG, observer=None, run_dir=run_dir) as session,
+    ):
+        job.train(2)
+        with listen(counted):
+            job.train(STEPS - 2)
+        found = [(each.manifestation.value, each.scope.value, each.ranks) for each in session.incidents]
+        return Found(
+            bytes_of(job.net.parameters()),
+            list(session.failures),
+            found,
+            session.certified_step,
+            counted.operations,
+            counted.largest,
+        )
+
+
+def _break(job: Job, exchange: int) -> None:
+    left, original = exchange, TreeChannel._up
+
+    def up(channel: TreeChannel, own: Any, merge: Any) -> Any:
+        nonlocal left
+        left -= job.step == FAULTY_STEP
+        if not left:
+            left = -1
+            raise ChannelError("the connection broke")
+        return original(channel, own, merge)
+
+    TreeChannel._up = up  # type: ignore[method-assign]
+
+
+def test_a_healthy_job_uses_small_groups_and_few_exchanges(tmp_path: Path):
+    found = run_ranks(trained, RANKS, tmp_path, FaultPlan(), timeout=120)
+    untouched = run_ranks(trained, RANKS, None, FaultPlan(), timeout=120)
+    for rank, each in enumerate(found):
+        assert each.weights == untouched[rank].weights
+        assert (each.failures, each.incidents, each.certified, each.largest) == ([], [], STEPS, 2)
+        # Up and down again, on each level that the rank belongs to, and the first exchange of sizes.
+        levels = len(groups_of(rank, RANKS, 2))
+        assert sum(each.operations.values()) <= (STEPS - 2) * EXCHANGES * 3 * levels, each.operations
+
+
+@pytest.mark.parametrize("slow", [WRONG, 0], ids=["another rank", "itself"])
+def test_rank_0_finds_a_slow_rank_for_all(slow: int, tmp_path: Path):
+    faults = FaultPlan()
+    for layer in (0, 1):
+        faults = faults.delay(
+            rank=slow, at=f"stack.{layer}/forward", step=range(3, 10), seconds=0.3, calls=None
+        )
+    found = run_ranks(trained, RANKS, tmp_path, faults, timeout=120)
+    assert [each.incidents for each in found] == [[("straggler", "rank", (slow,))]] * RANKS
+    assert [each.failures for each in found] == [[]] * RANKS
+
+
+def test_a_wrong_result_names_its_rank(tmp_path: Path):
+    found = run_ranks(trained, RANKS, tmp_path, FaultPlan(), 0, True, timeout=120)
+    assert [each.incidents for each in found] == [[("sdc", "rank", (WRONG,))]] * RANKS
+    assert [each.failures for each in found] == [[]] * RANKS
+
+
+@pytest.mark.parametrize("exchange", [1, 2, 3, 5, 6])
+def test_a_rank_that_fails_between_vote_and_exchange_divides_no_ranks(exchange: int, tmp_path: Path):
+    """All ranks leave the check, train on, and come back together."""
+    found = run_ranks(trained, RANKS, tmp_path, FaultPlan(), exchange, timeout=120)
+    untouched = run_ranks(trained, RANKS, None, FaultPlan(), timeout=120)
+    assert [each.weights for each in found] == [each.weights for each in untouched]
+    assert [len(each.failures) for each in found] == [1] * RANKS
+    assert [each.certified for each in found] == [STEPS] * RANKS, [each.failures for each in found]
+    assert [each.incidents for each in found] == [[]] * RANKS
