@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any, NamedTuple, cast
 
@@ -21,17 +20,13 @@ from torchscout.decision import c3
 from torchscout.decision.ownership import Ownership
 from torchscout.decision.record import EvidenceRecord, Incident, from_json
 from torchscout.decision.recorder import Recorder
-from torchscout.decision.repeatability import UNDECIDED, unmet
 from torchscout.decision.sdc import OpenIncidents, SdcDiagnosis
-from torchscout.decision.straggler.diagnosis import Slowness, Stragglers
-from torchscout.decision.straggler.timings import Measured, Timings
+from torchscout.decision.straggler.diagnosis import Slowness
+from torchscout.decision.straggler.timings import Timings
 from torchscout.decision.summary import SummaryRecorder
 from torchscout.log import log
 from torchscout.mesh import Axis, LayerKind, Mesh
 from torchscout.replay.recipe import ABSENT, Comparison, Mode, Recipe
-from torchscout.replay.recipes.experts import ExpertsRecipe
-from torchscout.replay.recipes.layer import LayerRecipe
-from torchscout.replay.recipes.optimizer import OptimizerRecipe
 from torchscout.replay.recipes.owned_state import OWNED_STATE, OwnedStateRecipe
 from torchscout.replay.recipes.replicated_state import ReplicatedStateRecipe
 from torchscout.replay.replayer import Replayer
@@ -39,11 +34,14 @@ from torchscout.replay.schedule import Rotation
 from torchscout.replay.sweep import sweep
 from torchscout.replay.verdicts import Context, Findings, judge
 from torchscout.session.boundary import Boundary
-from torchscout.session.certifier import Certifier
+from torchscout.session.certifier import Certifier, trust_in
+from torchscout.session.check_history import CheckHistory
 from torchscout.session.coverage import Covered, RecipeCycle, covered_by
 from torchscout.session.pace import EXPERTS, Pace, PaceVote
 from torchscout.session.promotion import CheckCoverage
+from torchscout.session.replay_settings import ReplaySettings
 from torchscout.session.resumption import SweepReport
+from torchscout.session.time_comparison import TimeComparison
 
 __all__ = ["ReplayDriver", "ReplayParts"]
 
@@ -52,7 +50,6 @@ STATE_RECIPES = ("replicated_state", "expert_state")
 CAPTURED = "state/checkpoint"
 """The surface of the replicated state that was captured for checkpoints."""
 _SWEPT = {Outcome.HEALTHY: SweepResult.CLEAN, Outcome.SDC: SweepResult.SDC}
-_CHANGEABLE = {"interval", "recipes", "variants", "max_overhead"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,11 +94,9 @@ class ReplayDriver:
     def __init__(self, parts: ReplayParts) -> None:
         """Compare state before the first update, and prepare the first step. Every rank makes this call."""
         self._parts, config = parts, parts.config
-        self._config = self._requested_config = config
-        self._requested_changes = self._adopted_changes = 0
+        self._settings = ReplaySettings(config)
         self._guard, self._communicators = parts.boundary.guarded, parts.communicators
         self._recipes, self._certifier = parts.recipes, parts.certifier
-        _keep_common(parts.recipes, parts.peers)
         self._rotation = Rotation({each.kind: each.order for each in parts.recipes}, config.intervals)
         self._replayer = Replayer(parts.recipes, self._rotation, parts.peers)
         self._replayer.variants = config.variants
@@ -110,7 +105,6 @@ class ReplayDriver:
         self._replayer.now = self._now
         paths = [each.order.cycle for each in parts.recipes if each.kind == EXPERTS]
         self._pace = Pace(parts.peers(LayerKind.DENSE, False).device, max(paths, default=0))
-        self._replayer.doubted = self._doubted
         replicated = [each for each in parts.recipes if isinstance(each, ReplicatedStateRecipe)]
         self._ownership = replicated[0].ownership if replicated else Ownership()
         self._owned_state = [each for each in parts.recipes if isinstance(each, OwnedStateRecipe)]
@@ -121,21 +115,27 @@ class ReplayDriver:
         slow, shared = config.straggler, config.baseline
         if self._device.type != "cuda":
             slow, shared = slow.on_host(), shared.on_host()
-        self._stragglers = Stragglers(parts.mesh, self._rank, slow, shared)
+        self._times = TimeComparison(
+            parts.mesh,
+            self._rank,
+            parts.communicators,
+            slow,
+            shared,
+            by_all=config.records == "all",
+            guard=self._guard,
+        )
+        self._replayer.doubted = self._times.doubted
         self._recorder = parts.recorder if config.records == "all" else SummaryRecorder(parts.recorder, slow)
         self._step_began = time.monotonic()
-        self._timings: Timings | None = None
-        """The timings of the current check, unless something has to be timed again."""
         self._last_check = 0
         """The step of the previous check, after which state may have been captured."""
         self._found: list[Incident] = []
-        """Incidents of the current check that this rank reports to all ranks."""
-        self._latest: dict[str, dict[str, Any]] = {}
-        self._not_checked: dict[str, str] = {}
-        self._held_up: dict[str, str] = {}
-        """Why the last check certified nothing although no rank was at fault, by surface."""
+        """Incidents that this rank reports to all ranks at the end of a check."""
+        self._unsettled = Outcome.HEALTHY
+        """The worst outcome of checks that this rank has concluded and that failed before the vote."""
+        self._history = CheckHistory()
         self._has_reported_coverage = False
-        self._certifier.go_by(
+        self._certifier.set_coverage(
             parts.cycle,
             {"rotation": self._rotation, "ownership": self._ownership},
             lambda: self.covered().sentence(),
@@ -149,8 +149,22 @@ class ReplayDriver:
             undo.pop_all()
 
     @property
+    def _config(self) -> ReplayConfig:
+        return self._settings.config
+
+    @property
     def certified_step(self) -> int | None:
         return self._certifier.certified_step
+
+    @property
+    def checks(self) -> int:
+        """How many checks there were so far."""
+        return self._rotation.rounds
+
+    @property
+    def interval(self) -> int:
+        """The number of steps from one check to the next."""
+        return min(self._config.intervals.values()) * self._rotation.stretch
 
     @property
     def lacking(self) -> str | None:
@@ -188,14 +202,19 @@ class ReplayDriver:
     def _check(self, step: int, began: float) -> None:
         self._parts.finish_update()
         check = self._covered_at(step)
-        findings = self._replayer.check(step)
-        findings.records.extend(self._compare_captures(step))
-        timings = self._timings or self._exchange_timings(step, findings.measured)
-        # From here on a failure stays local: a full disk must not separate this rank from the others.
-        outcome = self._guard(lambda: self._conclude(findings, timings)) or Outcome.NOT_CHECKED
+        findings, timings = Findings(), None
+        try:
+            self._replayer.check(step, findings)
+            findings.records.extend(self._compare_captures(step))
+            timings = self._times.timings(step, findings.measured)
+        finally:
+            # A failure in here stays local: a full disk must not separate this rank from the others. What
+            # peers have compared already counts, even if the ranks lose each other before the vote.
+            if findings.records or timings is not None:
+                outcome = self._guard(lambda: self._conclude(findings, timings)) or Outcome.NOT_CHECKED
+                self._unsettled = max(self._unsettled, outcome, key=SEVERITY.index)
         self._pace.check_took(self._now() - began, check.paths, findings.on_shapes)
-        self._certify(step, outcome, check, differs=self._capture_is_doubtful(findings))
-        self._last_check = step
+        self._certify(step, self._unsettled, check, differs=self._capture_is_doubtful(findings))
         self._guard(self._report_coverage)
 
     def _covered_at(self, step: int) -> CheckCoverage:
@@ -208,25 +227,24 @@ class ReplayDriver:
         """Diagnose and record what a check found; return this rank's outcome."""
         records = findings.records
         incidents = self._diagnosis.diagnose(records, repeats=findings.repeats, elsewhere=findings.elsewhere)
-        slow = Slowness([], []) if timings is None else self._stragglers.observe(timings)
-        self._remember(records)
+        slow = Slowness([], []) if timings is None else self._times.observe(timings)
+        self._history.add(records, self._config.require)
         # Guarded separately: a rank that cannot write its records can still report the incident.
-        self._guard(
-            lambda: self._report([*self._open_incidents.new_ones(incidents, records), *slow.incidents])
-        )
+        self._guard(lambda: self._report(self._open_incidents.new_ones(incidents, records), slow.incidents))
         again = [each for repeated in findings.repeats for each in repeated.again]
-        self._guard(lambda: self._write([*records, *again, *slow.records]))
+        self._history.count(every := [*records, *again, *slow.records])
+        self._guard(lambda: self._write(every))
         # A corrupted copy of correct state is dropped; training itself is fine.
         live = [each for each in records if each.surface != CAPTURED]
         outcome = outcome_of(live, slow.incidents, findings.targets, self._config.require)
         if outcome.accepted and (unwatched := self._unwatched()) is not None:
-            self._held_up[OWNED_STATE] = unwatched
+            self._history.held_up[OWNED_STATE] = unwatched
             return Outcome.NOT_CHECKED
         return outcome
 
     def _certify(self, step: int, outcome: Outcome, check: CheckCoverage, *, differs: bool) -> None:
         """Vote with all ranks on the outcome, move the gate, and agree on the settings of the next check."""
-        changes = self._requested_changes if self._rank == 0 else 0
+        changes = self._settings.requests if self._rank == 0 else 0
         pace, votes = self._pace.vote(self._config), self._certifier.votes(outcome, differs=differs)
         own = _Ballot(SEVERITY.index(outcome), found=len(self._found), changes=changes)
         highest = iter(self._communicators.highest([*own, *pace, *votes]))
@@ -237,10 +255,46 @@ class ReplayDriver:
             self._rotation.take_back(EXPERTS, step)
         counted = [*highest]
         self._guard(lambda: self._certifier.decide(step, counted, check))
-        if agreed.changes > self._adopted_changes:
-            self._adopted_changes = agreed.changes
-            self._adopt(self._communicators.from_rank_0(_changeable(self._requested_config)))
+        if self._rank == 0:
+            self._guard(lambda: self._recorder.record(trust_in(self._certifier.state(), step)))
+        self._unsettled, self._last_check = Outcome.HEALTHY, step
+        if agreed.changes > self._settings.adopted:
+            self._adopt(self._communicators.from_rank_0(self._settings.requested()))
         self._pace.adopt(agreed_pace, self._config, self._rotation, step)
+
+    def disconnect(self, step: int) -> None:
+        """Called when a check has failed on this rank: close SCOUT's groups, which ends the check on all
+        ranks, and go on watching state that no other rank has."""
+        self._communicators.disconnect()
+        self._replayer.abandon()
+        self.watch(step)
+
+    def watch(self, step: int) -> None:
+        """Called after an update while there are no checks. State that only one rank has is still watched,
+        since the next check could not find what has changed until then."""
+        for each in self._owned_state:
+            each.update_ended()
+            each.watch_after(step)
+
+    def reconnect(self, step: int) -> None:
+        """Connect all ranks again, and continue with the checks after this step. Every rank makes this call.
+
+        Raises ``ChannelError`` if that fails. In the check that failed, some ranks may have come further than
+        others. So everything on which exchanges depend is made equal again: the schedule and the settings are
+        rank 0's, and times are compared from the beginning.
+        """
+        self._parts.still_alive()
+        self._communicators.connect()
+        own = {"rotation": self._rotation.position(), "settings": self._settings.current()}
+        agreed = self._communicators.from_rank_0(own)
+        self._adopt(agreed["settings"])
+        self._rotation.move_to(agreed["rotation"], self._config.intervals, step)
+        self._times.start_over()
+        self._replayer.warm_up_again()
+        gates = self._communicators.exchange(self._certifier.state())
+        self._guard(lambda: self._certifier.agree(gates))
+        self._begin(step + 1)
+        self._step_began = time.monotonic()
 
     def sweep(self, step: int, everything: bool) -> SweepReport:
         """Compare the state that was just loaded for this step, and replay ``everything`` on it if asked to.
@@ -268,40 +322,37 @@ class ReplayDriver:
 
         Raises ``ValueError`` for settings that cannot change while replay runs.
         """
-        if unknown := sorted(settings.keys() - _CHANGEABLE):
-            raise ValueError(f"replay can change {sorted(_CHANGEABLE)} while it runs, not {unknown}")
-        requested = replace(self._requested_config, **settings)
-        if "interval" in settings and isinstance(requested.recipes, Mapping):
-            raise ValueError(
-                f"recipes have intervals of their own, {dict(requested.recipes)}; change recipes="
-            )
-        missing = requested.intervals.keys() - {each.kind for each in self._recipes}
-        if settings.get("recipes") and missing:
-            raise ValueError(f"recipes {sorted(missing)} were not there when replay was attached")
-        self._requested_config = requested
-        self._requested_changes += 1
+        self._settings.request([each.kind for each in self._recipes], **settings)
 
     def status(self) -> Mapping[str, Any]:
         """What has been checked and when, how far the rotation is, and what could not be checked."""
         return {
+            **self.metrics(),
             "peers": list(self._peers.group.ranks),
-            "checks": self._rotation.rounds,
-            "certified": self.certified_step,
             "coverage": self._rotation.coverage(),
-            "last": dict(self._latest),
-            "not_checked": dict(self._not_checked),
+            "last": dict(self._history.latest),
+            "not_checked": dict(self._history.not_checked),
             "not_repeating": self._replayer.history.not_repeating(),
-            "held_up": dict(self._held_up),
+            "held_up": dict(self._history.held_up),
             "lacking": self.lacking,
             "covered": self.covered().to_json(),
             "watched": min((each.share for each in self._owned_state), default=None),
+        }
+
+    def metrics(self) -> dict[str, Any]:
+        """See ``Session.metrics``."""
+        return {
+            "checks": self.checks,
+            "certified": self.certified_step,
+            "turns": self._rotation.turns(),
             "share": self._pace.share(self._config, self._rotation.stretch),
             "max_overhead": self._config.max_overhead,
+            **self._history.metrics(),
         }
 
     def covered(self) -> Covered:
         """What checks cover on this rank and what they leave out, as far as is known by now."""
-        return covered_by(self._recipes, self._parts.parameters, self._not_checked)
+        return covered_by(self._recipes, self._parts.parameters, self._history.not_checked)
 
     def close(self) -> None:
         # If a rank has failed in a check, this rank's device may wait for it, and training would wait too.
@@ -356,22 +407,12 @@ class ReplayDriver:
             f"needs {needed:.0%}; see ReplayConfig.watched and watch_budget"
         )
 
-    def _exchange_timings(self, step: int, measured: Sequence[Measured]) -> Timings:
-        mesh = self._parts.mesh
-        by_rank = self._communicators.exchange([each.to_json(mesh) for each in measured])
-        return Timings(step, mesh, by_rank, self._config.straggler)
-
-    def _doubted(self, step: int, measured: Sequence[Measured]) -> set[str | None]:
-        """What looks slow in the current check, to all ranks alike; see ``Replayer.doubted``."""
-        timings = self._exchange_timings(step, measured)
-        doubted = self._stragglers.layers_to_time_again(timings)
-        self._timings = None if doubted else timings
-        return doubted
-
-    def _report(self, incidents: Sequence[Incident]) -> None:
+    def _report(self, incidents: Sequence[Incident], slow: Sequence[Incident]) -> None:
         """Record the incidents that this rank reports; its peers have concluded the same."""
-        self._found = [each for each in incidents if each.reporter == self._rank]
-        for incident in self._found:
+        own = [each for each in incidents if each.reporter == self._rank]
+        own += [each for each in slow if self._times.reports_all or each.reporter == self._rank]
+        self._found += own
+        for incident in own:
             self._recorder.record(incident)
 
     def _share_incidents(self, found: int) -> None:
@@ -387,22 +428,6 @@ class ReplayDriver:
             for record in reversed(records):
                 writes.callback(self._recorder.record, record)
 
-    def _remember(self, records: Sequence[EvidenceRecord]) -> None:
-        self._held_up = unmet(records, self._config.require) | {
-            each.surface: each.reason
-            for each in records
-            if each.reason is not None and each.reason.startswith(UNDECIDED)
-        }
-        for record in records:
-            name = record.layer or record.surface
-            if record.verdict is None:
-                self._not_checked[record.surface] = str(record.reason)
-                continue
-            self._not_checked.pop(record.surface, None)
-            known = self._latest.get(name, {})
-            clean = record.verdict.agrees and (known.get("step") != record.step or known["clean"])
-            self._latest[name] = {"step": record.step, "clean": clean}
-
     def _report_coverage(self) -> None:
         """Log the coverage once every target has been checked."""
         cycles = [each["cycles"] for each in self._rotation.coverage().values()]
@@ -411,35 +436,9 @@ class ReplayDriver:
             if self._rank == 0:
                 log.info("after the first cycle of checks: %s", self.covered().sentence())
 
-    def _adopt(self, changed: Mapping[str, Any]) -> None:
-        variants = tuple(changed["variants"])
-        self._config = replace(
-            self._config,
-            recipes=changed["intervals"],
-            variants=variants,
-            max_overhead=changed["max_overhead"],
-        )
-        self._replayer.variants = variants
+    def _adopt(self, settings: Mapping[str, Any]) -> None:
+        self._settings.adopt(settings)
+        self._replayer.variants = self._config.variants
 
     def _now(self) -> float:
         return self._pace.now(self._config)
-
-
-def _keep_common(recipes: Sequence[Recipe], peers: Callable[[LayerKind, bool], PeerCommunicator]) -> None:
-    """Leave out targets that only some peers have: peers replay the same target at the same time."""
-    for recipe in recipes:
-        if not isinstance(recipe, LayerRecipe | OptimizerRecipe) or isinstance(recipe, ExpertsRecipe):
-            continue  # shapes of experts come from a catalog that is the same everywhere
-        channel = peers(recipe.role, recipe.is_gathered).metadata
-        names = [json.loads(each) for each in channel.gather(json.dumps(recipe.targets).encode())]
-        if any(each != names[0] for each in names):
-            common = set.intersection(*map(set, names))
-            recipe.keep([each for each in names[0] if each in common])
-
-
-def _changeable(config: ReplayConfig) -> dict[str, Any]:
-    return {
-        "intervals": config.intervals,
-        "variants": list(config.variants),
-        "max_overhead": config.max_overhead,
-    }
