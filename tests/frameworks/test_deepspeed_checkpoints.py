@@ -15,6 +15,7 @@ from tests.support.deepspeed_layouts import (
     WITHIN_PAIRS,
     each_of,
     miscalculated,
+    offloaded,
     scaled,
     weight,
 )
@@ -30,6 +31,8 @@ WRONG_STEP = 5
 KILLED = {"zero-3": Plan(3, bf16=True, zero=SOME_SMALL)}
 MORE_KILLED = {
     "zero-0": Plan(0, bf16=True),
+    "zero-2, offloaded": offloaded(2, bf16=True),
+    "zero-3 bf16, offloaded": offloaded(3, bf16=True),
     "zero-0 fp16": scaled(0, 26),
     "zero-1": Plan(1),
     "zero-1 bf16 optimizer": Plan(1, bf16=True, settings=FP32_SUMS),

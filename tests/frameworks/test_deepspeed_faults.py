@@ -15,6 +15,7 @@ from tests.support.deepspeed_layouts import (
     WITHIN_PAIRS,
     each_of,
     miscalculated,
+    offloaded,
     scaled,
     weight,
 )
@@ -43,6 +44,11 @@ SPOILED = {
     ),
 }
 MORE_SPOILED = {
+    "zero-3, offloaded, a layer": (
+        offloaded(3, faults=miscalculated("stack.1/output", 1)),
+        (1,),
+        "stack.1/output",
+    ),
     "zero-0, a weight": (Plan(0, faults=weight("stack.0.up", 3)), (3,), "stack.0.up/weight"),
     "zero-0, a gradient": (
         Plan(0, faults=miscalculated("stack.1/grad_input", 0)),
@@ -125,6 +131,7 @@ COPIES = {
 }
 MORE_COPIES = {
     "zero-0 bf16": Plan(0, bf16=True),
+    "zero-2 bf16, offloaded": offloaded(2, bf16=True),
     "zero-1 bf16 optimizer": Plan(1, bf16=True, settings=FP32_SUMS),
     "zero-2": Plan(2),
     "zero-3, all gathered": Plan(3),
@@ -170,6 +177,7 @@ BOTH = slow_layers(("stack.0", "stack.1"), 1)
 SLOW = {"zero-2": (Plan(2, faults=BOTH), (1,))}
 MORE_SLOW = {
     "zero-0": (Plan(0, faults=BOTH), (1,)),
+    "zero-3, offloaded": (offloaded(3, faults=BOTH), (1,)),
     "zero-1": (Plan(1, bf16=True, faults=BOTH), (1,)),
     "zero-3": (Plan(3, zero=SOME_SMALL, faults=BOTH), (1,)),
     "pipeline": (Plan(1, "pipeline", faults=slow_layers(("1", "2"), 1)), (0, 1)),
@@ -199,6 +207,7 @@ EXCHANGE, SUM = "all_to_all@mesh_sequence_parallel", "all_reduce@mesh_tensor_par
 LATE = {"zero-2": (Plan(2), "stack.1")}
 MORE_LATE = {
     "zero-0": (Plan(0), "stack.1"),
+    "zero-2, offloaded": (offloaded(2), "stack.1"),
     "zero-1": (Plan(1, bf16=True), "stack.1"),
     "zero-3": (Plan(3, zero=SOME_SMALL), "stack.1"),
     "pipeline": (Plan(1, "pipeline"), "4"),

@@ -16,7 +16,6 @@ from tests.support.megatron_layouts import (
     MORE,
     NO_REPLAY,
     SCALED,
-    SHARDED,
     each_of,
 )
 from tests.support.ranks import LiveRanks
@@ -78,10 +77,6 @@ def test_a_skipped_update_ends_a_step_and_is_no_update(four: LiveRanks, tmp_path
 
 
 REFUSED = {
-    "instances": (
-        replace(SHARDED, instances=2),
-        "several instances of Megatron's distributed optimizer are not supported",
-    ),
     "experts in shards": (NO_REPLAY, "Megatron-FSDP is not supported with experts"),
     "no peers": (
         Trial(pipeline=4, virtual=2, layers=8, microbatches=4),
@@ -92,10 +87,7 @@ REFUSED = {
 
 @pytest.mark.parametrize(
     ("trial", "why"),
-    [
-        pytest.param(*each, id=name, marks=() if name == "instances" else pytest.mark.slow)
-        for name, each in REFUSED.items()
-    ],
+    [pytest.param(*each, id=name, marks=pytest.mark.slow) for name, each in REFUSED.items()],
 )
 def test_an_unsupported_setting_is_reported_in_one_sentence_and_training_is_unchanged(
     four: LiveRanks, trial: Trial, why: str, tmp_path: Path

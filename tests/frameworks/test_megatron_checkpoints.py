@@ -12,6 +12,7 @@ from tests.support.megatron_layouts import (
     EXPERTS,
     FSDP,
     GATHERED,
+    INSTANCES,
     LARGE,
     MIXED,
     PIPELINE,
@@ -31,6 +32,7 @@ KEPT = {
     "experts, optimizer shards, bfloat16": Trial(experts=4, expert=2, sharded=True, dtype="bfloat16"),
 }
 ALSO_KEPT = {
+    "two instances": INSTANCES,
     "a loss scale": SCALED,
     "tensor": Trial(tensor=2, sequence=True),
     "pipeline": PIPELINE,

@@ -14,6 +14,7 @@ from tests.support.megatron_layouts import (
     EXPERTS,
     FSDP,
     GATHERED,
+    INSTANCES,
     LARGE,
     MIXED,
     NO_REPLAY,
@@ -153,6 +154,18 @@ def test_a_wrong_bit_in_what_one_rank_alone_holds_names_that_rank(
     assert {each.surface for each in incident.records} == {"state/owned"}
 
 
+@pytest.mark.slow
+def test_a_wrong_bit_in_one_of_two_instances_names_its_rank_and_what_it_has_spoiled(
+    four: LiveRanks, tmp_path: Path
+):
+    """Its instance has updated parameters with it, and two instances cannot outvote each other."""
+    results = four.ask((replace(INSTANCES, steps=4, spoiled=(1, 2)), tmp_path), 120)
+    found = {each.ranks: {of.surface for of in each.records} for each in results[0].incidents}
+    assert [each.step for each in results[0].incidents] == [3, 3]
+    assert found.keys() == {(1,), (0, 1, 2, 3)}
+    assert found[(1,)] == {"state/owned"}
+
+
 COPIES = {"optimizer shards, bfloat16": (Trial(sharded=True, dtype="bfloat16"),)}
 MORE_COPIES = {
     "bfloat16": (Trial(dtype="bfloat16"),),
@@ -239,6 +252,7 @@ MORE_SLOW_LAYERS = {
     "experts, gathered tokens": (GATHERED, PARTS, (2,)),
     "experts, tensor": (MIXED, PARTS, (0, 2)),
     "optimizer shards": (SHARDED, LAYERS, (2,)),
+    "two instances": (INSTANCES, LAYERS, (2,)),
     "parameter shards": (FSDP, [f"module.{each}" for each in LAYERS], (2,)),
 }
 """What is slow on rank 2, and who is named: of two that do the same work both, since one of them is late and
@@ -307,6 +321,7 @@ MORE_LATE = {
     "experts, gathered tokens": (replace(GATHERED, replay=None),),
     "experts, tensor": (replace(MIXED, replay=None),),
     "optimizer shards": (replace(SHARDED, replay=None),),
+    "two instances": (replace(INSTANCES, replay=None),),
     "parameter shards": (replace(FSDP, replay=None),),
 }
 

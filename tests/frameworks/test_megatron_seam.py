@@ -76,11 +76,12 @@ def one() -> Iterator[LiveRanks]:
 
 
 def obstacles(adapter: Any, chunk: Any) -> dict[str, str | None]:
-    found = {"nothing": adapter.obstacle}
+    found = {"nothing": adapter.layer_obstacle}
     for name, value in {"cuda_graph_impl": "local", "fp8": "e4m3", "fp4": "e2m1"}.items():
         own = getattr(chunk.config, name)
         setattr(chunk.config, name, value)
-        found[name] = adapter.obstacle
+        found[name] = adapter.layer_obstacle
+        assert adapter.obstacle is None, "state is checked all the same"
         setattr(chunk.config, name, own)
     return found
 

@@ -10,7 +10,7 @@ import pytest
 
 from tests.support import titan_layouts
 from tests.support.ranks import LiveRanks, RankError, run_ranks
-from tests.support.titan_jobs import Told, Trial, answering, train
+from tests.support.titan_jobs import Outcome, Trial, answering, train
 from tests.support.titan_layouts import Layout, layouts, live
 from torchscout.faults.plan import FaultPlan
 
@@ -39,7 +39,7 @@ def all_killed(ranks: int, step: int) -> FaultPlan:
     return faults
 
 
-def is_as_if_nothing_had_been(alone: list[Told], resumed: list[Told]) -> None:
+def is_as_if_nothing_had_been(alone: list[Outcome], resumed: list[Outcome]) -> None:
     for before, after in zip(alone, resumed, strict=True):
         assert after.failures == []
         assert after.progress == before.progress

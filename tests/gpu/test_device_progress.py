@@ -106,16 +106,26 @@ def test_device_progress_does_not_disturb_the_capture_of_a_graph(
 ):
     count = torch.zeros(1, device="cuda")
     count.add_(1)  # loads the kernel, which a capture must not
-    torch.cuda.synchronize()
-    torch.cuda._sleep(LONG // 4)
-    finish_step(writer, coordinate)
     graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    with torch.cuda.stream(side):  # the first capture allocates, and waits for the device
+        graph.capture_begin(capture_error_mode="global")
+        count.add_(1)
+        graph.capture_end()
+    graph, busy = torch.cuda.CUDAGraph(), torch.cuda.Event()
+    torch.cuda.synchronize()
+    torch.cuda._sleep(LONG)
+    busy.record()
+    finish_step(writer, coordinate)
     with torch.cuda.stream(side):
         graph.capture_begin(capture_error_mode="global")
         count.add_(1)
         finish_step(writer, coordinate)
-        until(writer, lambda step: step == 1)  # the thread has asked, and was answered
+        time.sleep(0.3)  # the thread asks several times
         graph.capture_end()
+    seen = device_step(writer)
+    assert not busy.query(), "the device was done too soon for this test to tell anything"
+    assert seen == 0, "a captured step is not finished before the one that was recorded earlier"
+    until(writer, lambda step: step == 2)
     graph.replay()
     assert count.item() == 2
     finish_step(writer, coordinate)

@@ -10,6 +10,7 @@ from tests.support.hangs import incidents, resolutions
 from tests.support.nccl_hangs import (
     CULPRIT,
     STEPS,
+    STEPS_TO_COME_BACK,
     Hang,
     Seen,
     failing_in_a_check,
@@ -109,9 +110,13 @@ def test_a_device_that_is_stuck_beside_cuda_graphs_names_nobody(tmp_path: Path):
 def test_a_rank_that_is_late_inside_a_check_does_not_end_training(tmp_path: Path):
     seen = run_ranks(late_in_a_check, RANKS, tmp_path, timeout=100, backend="nccl")
     assert has_fired(tmp_path)
-    assert [each.steps for each in seen] == [STEPS] * RANKS
+    assert [each.steps for each in seen] == [STEPS_TO_COME_BACK] * RANKS
     # It is late in the check, and once its peers have left that, in training.
     assert {each.ranks for each in incidents(tmp_path)} == {(CULPRIT,)}
+    # SCOUT's communicators were aborted, and made again some steps later.
+    assert [len(each.status["failures"]) for each in seen] == [1] * RANKS
+    assert [each.status["replay"]["certified"] for each in seen] == [STEPS_TO_COME_BACK] * RANKS
+    assert [each.status["replay"].get("off") for each in seen] == [None] * RANKS
 
 
 def test_a_rank_that_fails_inside_a_check_does_not_block_the_devices_of_other_ranks(tmp_path: Path):

@@ -50,7 +50,7 @@ def swept(
             nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
             optimizer.step()
         before = bits(model, optimizer)
-        found = session._replay.sweep(STEPS, everything=True)
+        found = session._replay.driver.sweep(STEPS, everything=True)
         is_same = bits(model, optimizer) == before
     in_host_memory = [each.is_cpu for key in saved for each in saved[key].tensors]
     named = [each.ranks for each in session.incidents]

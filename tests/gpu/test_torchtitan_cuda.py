@@ -58,11 +58,15 @@ def three(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NcclRanks]:
         yield ranks
 
 
-def test_a_healthy_job_is_silent_certified_and_bitwise_the_same(three: NcclRanks, tmp_path: Path):
-    checked = three.ask(({"steps": STEPS, "replay": CHECKED, "observer": ObserverConfig()}, tmp_path))
+@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
+def test_a_healthy_job_is_silent_certified_and_bitwise_the_same(
+    three: NcclRanks, graphs: bool, tmp_path: Path
+):
+    settings = {"steps": STEPS, "graphs": graphs}
+    checked = three.ask(({**settings, "replay": CHECKED, "observer": ObserverConfig()}, tmp_path))
     for seen in checked:
         is_silent(seen, LAYERS)
-    alone = three.ask(({"steps": STEPS}, None))
+    alone = three.ask((settings, None))
     assert [each.bits for each in checked] == [each.bits for each in alone]
 
 
@@ -73,11 +77,17 @@ def test_a_flipped_bit_in_what_one_rank_alone_updates_names_that_rank(three: Ncc
     assert {each.surface for each in incident.records} == {"state/owned"}
 
 
-def test_a_flipped_bit_in_what_a_layer_computes_names_its_rank(three: NcclRanks, tmp_path: Path):
+@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
+def test_a_flipped_bit_in_what_a_layer_computes_names_its_rank(
+    three: NcclRanks, graphs: bool, tmp_path: Path
+):
     """In every call but the first, so that training is right and the replay of the layer is not."""
     place = f"{LAYERS[1]}/output"
-    faults = FaultPlan().flip_bit(rank=2, at=place, step=2, bit=20, calls=range(1, 200))
-    results = three.ask(({"steps": 3, "replay": EVERY_STEP, "faults": faults}, tmp_path))
+    # A graph calls no hook, so that every call in its step is a replay.
+    step, calls = (4, None) if graphs else (2, range(1, 200))
+    faults = FaultPlan().flip_bit(rank=2, at=place, step=step, bit=20, calls=calls)
+    settings = {"steps": step + 1, "graphs": graphs, "replay": EVERY_STEP, "faults": faults}
+    results = three.ask((settings, tmp_path))
     incident = has_named(results, 2, "sdc")
     assert place in {each.surface for each in incident.records}
 

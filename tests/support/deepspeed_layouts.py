@@ -31,7 +31,20 @@ def scaled(stage: int, power: int, **more: Any) -> Plan:
     return Plan(stage, settings={"fp16": scaling}, **more)
 
 
+OFFLOAD = {"offload_optimizer": {"device": "cpu", "pin_memory": False}}
+"""Optimizers step on the host."""
+OFFLOAD_ALL = {**OFFLOAD, **SOME_SMALL, "offload_param": {"device": "cpu", "pin_memory": False}}
+TORCH_ADAM = {"zero_force_ds_cpu_optimizer": False}
+"""Otherwise DeepSpeed compiles an optimizer of its own for the host."""
+
+
+def offloaded(stage: int, **more: Any) -> Plan:
+    """Optimizer state is on the host; under ZeRO 3 so are the parameters."""
+    return Plan(stage, settings=TORCH_ADAM, zero=OFFLOAD_ALL if stage == 3 else OFFLOAD, **more)
+
+
 HEALTHY = {
+    "zero-2 bf16, offloaded": offloaded(2, bf16=True),
     "zero-2 bf16": Plan(2, bf16=True),
     "zero-3 bf16": Plan(3, bf16=True, zero=SOME_SMALL),
     "pipeline zero-1 bf16": Plan(1, "pipeline", bf16=True),
@@ -39,6 +52,8 @@ HEALTHY = {
     "autotp zero-1 bf16": Plan(1, "tensor", bf16=True),
 }
 MORE = {
+    "zero-1, offloaded": offloaded(1),
+    "zero-3 bf16, offloaded": offloaded(3, bf16=True),
     "streams by name": Plan(1, "streams"),
     "zero-2 fp16, skipped updates": scaled(2, 20),
     "zero-0": Plan(0),

@@ -18,6 +18,8 @@ REPLICAS, TENSOR = Trial(), Trial(tensor=2)
 PIPELINE = Trial(pipeline=2)
 VIRTUAL = Trial(pipeline=2, virtual=2, layers=4, microbatches=4)
 SHARDED = Trial(sharded=True)
+INSTANCES = Trial(sharded=True, instances=2)
+"""Two ranks have the optimizer's state between them, and so have the other two."""
 FSDP = Trial(sharded=True, fsdp=True)
 EXPERTS = Trial(experts=4, expert=2)
 
@@ -47,6 +49,7 @@ HEALTHY = {
     "tensor and sequence": (Trial(tensor=2, sequence=True), "layers"),
     "experts, optimizer shards": (Trial(experts=4, expert=2, sharded=True, steps=8), "parts"),
     "virtual pipeline": (VIRTUAL, "chunks"),
+    "two instances": (INSTANCES, "layers"),
 }
 MORE = {
     "parameter shards": (FSDP, "layers"),
@@ -60,6 +63,10 @@ MORE = {
     "context": (Trial(context=2), "layers"),
     "optimizer shards": (SHARDED, "layers"),
     "optimizer shards, overlapping": (Trial(sharded=True, overlap=True), "layers"),
+    "two instances, overlapping, bfloat16": (
+        replace(INSTANCES, overlap=True, dtype="bfloat16"),
+        "layers",
+    ),
     "bfloat16": (Trial(dtype="bfloat16"), "layers"),
     "bfloat16, optimizer shards": (Trial(dtype="bfloat16", sharded=True), "layers"),
     "parameter shards, bfloat16": (replace(FSDP, dtype="bfloat16"), "layers"),

@@ -92,7 +92,7 @@ class Trial:
     """Whether norms have an optimizer of another kind than all else."""
     graphs: bool = False
     """Whether CUDA graphs are asked for; without CUDA they are none."""
-    told: Mapping[str, Any] = field(default_factory=dict)
+    claimed: Mapping[str, Any] = field(default_factory=dict)
     """What the parallelism's config says while SCOUT attaches."""
     given: Mapping[str, Any] = field(default_factory=dict)
     """What else ``enable_resiliency`` is given."""
@@ -103,7 +103,7 @@ class Trial:
 
 
 @dataclass(frozen=True, slots=True)
-class Told(Findings):
+class Outcome(Findings):
     """What one rank has to tell."""
 
     bits: dict[str, str]
@@ -194,12 +194,12 @@ def config_of(trial: Trial) -> Trainer.Config:
     return config
 
 
-def answering(rank: int, questions: Iterator[tuple[Trial, Path | None]]) -> Iterator[Told]:
+def answering(rank: int, questions: Iterator[tuple[Trial, Path | None]]) -> Iterator[Outcome]:
     for trial, folder in questions:
         yield train(rank, trial, folder)
 
 
-def train(rank: int, trial: Trial, folder: Path | None) -> Told:
+def train(rank: int, trial: Trial, folder: Path | None) -> Outcome:
     """Through ``Trainer.train``; with SCOUT, where there is a folder for what it writes.
 
     A job that fails has not finished: nothing is put in order, and observers are to see that.
@@ -219,7 +219,7 @@ def train(rank: int, trial: Trial, folder: Path | None) -> Told:
         if trial.overridden is not None and trainer.checkpointer.resumption is not None:
             resumed = trainer.checkpointer.resumption.step
     schedule = {**trainer.lr_schedulers.state_dict(), **trainer.lr_schedulers.get_metrics()}
-    result = Told(
+    result = Outcome(
         bits_of(trainer),
         {**trainer.state_dict(), **schedule},
         *_groups(trainer, adapter),
@@ -238,18 +238,18 @@ def attach_to_another_version(_rank: int, trial: Trial, removed: str | None) -> 
     """What is logged or raised if TorchTitan is newer than it is, and its Trainer lacks something."""
     _begin(trial)
     trainer = config_of(trial).build()
-    told: list[str] = []
+    seen: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torchtitan, "__version__", "0.4.0")
-        patch.setattr(log, "warning", lambda text, *values: told.append(text % values))
+        patch.setattr(log, "warning", lambda text, *values: seen.append(text % values))
         if removed is not None:
             patch.delattr(trainer if removed in vars(trainer) else Trainer, removed)
         try:
             assert adapter_for(trainer, None, None).obstacle is None
         except ScoutError as error:
-            told.append(str(error))
+            seen.append(str(error))
     _leave(trainer)
-    return told
+    return seen
 
 
 class _Rows:
@@ -264,7 +264,7 @@ class _Rows:
     def issued(self, *_: Any) -> None: ...
 
 
-def _tell(result: Told, session: Session, rank: int) -> None:
+def _tell(result: Outcome, session: Session, rank: int) -> None:
     dist.barrier()  # whoever is to write an incident down has done so
     result.incidents.extend(session.incidents)
     result.status.update(session.status())
@@ -298,8 +298,8 @@ def _attach(trial: Trial, trainer: Trainer, folder: Path) -> Session:
     if trial.overridden is not None:
         return trainer.checkpointer.session
     parallelism = trainer.config.parallelism
-    own = {name: getattr(parallelism, name) for name in trial.told}
-    for name, value in trial.told.items():
+    own = {name: getattr(parallelism, name) for name in trial.claimed}
+    for name, value in trial.claimed.items():
         setattr(parallelism, name, value)
     kept = None if trial.directory is None else CheckpointConfig(trial.directory / "files")
     session = enable_resiliency(

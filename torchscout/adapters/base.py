@@ -96,7 +96,14 @@ class Adapter(Protocol):
 
     @property
     def obstacle(self) -> str | None:
-        """A sentence that says why this job cannot be replayed, the same on every rank; usually None."""
+        """A sentence that says why the state of this job cannot be seen, the same on every rank; usually
+        None. Nothing is checked then, and there are no checkpoints."""
+        ...
+
+    @property
+    def layer_obstacle(self) -> str | None:
+        """A sentence that says why layers cannot be called again, the same on every rank; usually None.
+        State, updates and transfers are checked all the same."""
         ...
 
     def mesh(self, hosts: Sequence[str]) -> Mesh:

@@ -27,7 +27,9 @@ def check_adapter(adapter: Adapter, train_step: Callable[[], None]) -> list[str]
     Call it on every rank of a small job with several ranks. ``train_step`` runs one training step.
     """
     obstacle = adapter.obstacle
-    violations = [*_differing("obstacle", obstacle, range(dist.get_world_size()))]
+    everybody = range(dist.get_world_size())
+    violations = [*_differing("obstacle", obstacle, everybody)]
+    violations += _differing("layer_obstacle", adapter.layer_obstacle, everybody)
     mesh = adapter.mesh(["here"] * dist.get_world_size())
     peers = mesh.peers_of(dist.get_rank(), LayerKind.DENSE).ranks
     violations += _mesh(mesh, peers)

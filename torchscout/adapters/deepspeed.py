@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import deepspeed
@@ -126,34 +127,47 @@ class DeepSpeedAdapter:
 
     @property
     def obstacle(self) -> str | None:
-        engine, has_experts = self._engine, bool(self._spreads())
+        engine = self._engine
+        offloading = [engine.zero_offload_optimizer(), engine.zero_offload_param()]
+        given = [each for each in offloading if each is not None]
         refused = {
-            "offloading": engine.zero_offload_optimizer() is not None
-            or engine.zero_offload_param() is not None,
+            "offloading to NVMe": any(each.device == "nvme" for each in given),
+            "SuperOffload": any(getattr(each, "super_offload", False) for each in given),
             "ZenFlow": bool(engine.zenflow),
-            "quantized weights or gradients": engine.zero_quantized_weights()
-            or engine.zero_quantized_gradients(),
-            "AutoEP": not has_experts and any(map(is_moe_param, self.model.parameters())),
-            "experts under ZeRO 3": has_experts and self._stage == 3,
-            "experts in half precision without ZeRO": has_experts
-            and not self._is_partitioned
-            and bool(self._masters("master")),
-            "experts of several ep_size": len(self._spreads()) > 1,
-            "experts that are not spread over neighbours": not self._are_experts_as_in_mesh(),
             "optimizers that are not PyTorch's": not self.optimizers() and engine.optimizer is not None,
         }
         if found := [name for name, is_used in refused.items() if is_used]:
-            return f"replay does not support DeepSpeed's {' or '.join(found)}"
+            return f"the state of DeepSpeed's {' or '.join(found)} cannot be read between two updates"
         return None
+
+    @property
+    def layer_obstacle(self) -> str | None:
+        quantized = self._engine.zero_quantized_weights() or self._engine.zero_quantized_gradients()
+        refused = [*(["quantized weights or gradients"] if quantized else []), *self._unknown_experts]
+        if refused:
+            return f"DeepSpeed's {' or '.join(refused)} cannot be called again as in training"
+        return None
+
+    @cached_property
+    def _unknown_experts(self) -> list[str]:
+        """Kinds of experts whose copies on other ranks are not known, so that nothing of them is compared."""
+        if not any(map(is_moe_param, self.model.parameters())):
+            return []
+        has_experts, masters = bool(self._spreads()), not self._is_partitioned and self._masters("master")
+        refused = {
+            "AutoEP": not has_experts,
+            "experts under ZeRO 3": has_experts and self._stage == 3,
+            "experts in half precision without ZeRO": has_experts and bool(masters),
+            "experts of several ep_size": len(self._spreads()) > 1,
+            "experts that are not spread over neighbours": not self._are_experts_as_in_mesh(),
+        }
+        return [name for name, is_used in refused.items() if is_used]
 
     def mesh(self, hosts: Sequence[str]) -> Mesh:
         if self._parallelism is not None:
             return mesh_from(self._parallelism, dist.get_world_size(), hosts)
-        places = self._places()
-        table = np.zeros((dist.get_world_size(), len(AXES)), dtype=np.int64)
-        for axis, coordinates in places.items():
-            table[:, AXES.index(axis)] = coordinates
-        (spread,) = self._spreads() if len(self._spreads()) == 1 else (1,)
+        table = self._table()
+        (spread,) = self._spreads() if len(self._spreads()) == 1 and not self._unknown_experts else (1,)
         return Mesh(table, hosts).carve_experts(spread) if spread > 1 else Mesh(table, hosts)
 
     def layers(self) -> Sequence[torch.nn.Module]:
@@ -171,6 +185,8 @@ class DeepSpeedAdapter:
     def experts(self, named: str | Sequence[str] | None = None) -> Sequence[Part]:
         if named is not None:
             return experts_of(self.model, named)
+        if self._unknown_experts:
+            return []
         return [
             Part(f"{plain_name(name)}.deepspeed_experts.{place}", expert)
             for name, each in self.model.named_modules()
@@ -180,13 +196,13 @@ class DeepSpeedAdapter:
 
     def parameters(self) -> Mapping[Surface, torch.nn.Parameter]:
         own = {surface_of(name): each for name, each in self.model.named_parameters()}
-        return own if self._is_partitioned else {**own, **self._masters("master")}
+        return own if self._is_partitioned or self._unknown_experts else {**own, **self._masters("master")}
 
     def gatherers(self, module: torch.nn.Module) -> ParameterGatherers:
         return ParameterGatherers(() if self._stage < 3 else (_Gatherer(self._engine, module),))
 
     def unreplicated_parameters(self) -> Collection[Surface]:
-        if self._spreads() <= {1}:
+        if self._spreads() <= {1} and not self._unknown_experts:
             return ()
         return {surface_of(name) for name, each in self.model.named_parameters() if is_moe_param(each)}
 
@@ -198,7 +214,9 @@ class DeepSpeedAdapter:
         if role is LayerKind.EXPERT:
             return {}
         if self._stage < 3:
-            return self._masters("partition") if self._is_partitioned else {}
+            owned = self._masters("partition") if self._is_partitioned or self._unknown_experts else {}
+            of_experts = [*self.unreplicated_parameters()] if self._unknown_experts else []
+            return {**owned, **{name: self.parameters()[name] for name in of_experts}}
         named: Any = self.model.named_parameters()
         shards = {surface_of(name): each.ds_tensor for name, each in named}
         updated = enumerate(self._engine.optimizer.fp32_partitioned_groups_flat)
@@ -273,10 +291,18 @@ class DeepSpeedAdapter:
         """Whether DeepSpeed's expert groups are those of the mesh."""
         if len(self._spreads()) != 1:
             return True
-        mesh, rank = self.mesh([""] * dist.get_world_size()), dist.get_rank()
+        world, rank = dist.get_world_size(), dist.get_rank()
+        mesh = Mesh(self._table(), [""] * world).carve_experts(*self._spreads())
         found = groups._get_expert_parallel_group_dict().values()
         expected = mesh.ranks_along("expert", rank, LayerKind.EXPERT)
         return all(tuple(sorted(dist.get_process_group_ranks(each))) == expected for each in found)
+
+    def _table(self) -> Any:
+        """The address of every rank, without experts."""
+        table = np.zeros((dist.get_world_size(), len(AXES)), dtype=np.int64)
+        for axis, coordinates in self._places().items():
+            table[:, AXES.index(axis)] = coordinates
+        return table
 
     def _laid_out(self) -> torch.nn.Module:
         """The model; a pipeline stage, which is no ``Sequential`` by its class, as one."""

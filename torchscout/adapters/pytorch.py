@@ -56,6 +56,10 @@ class PyTorchAdapter:
     def obstacle(self) -> str | None:
         return None
 
+    @property
+    def layer_obstacle(self) -> str | None:
+        return None
+
     def mesh(self, hosts: Sequence[str]) -> Mesh:
         world = dist.get_world_size()
         parallelism = self._parallelism or self._guessed(world)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -28,9 +29,10 @@ from torchscout.replay.recipes.owned_state import OwnedStateRecipe
 from torchscout.replay.recipes.process_groups import ProcessGroupRecipe
 from torchscout.replay.recipes.replicated_state import ReplicatedStateRecipe, slots_of
 from torchscout.replay.recipes.working_copies import WorkingCopies
+from torchscout.replay.replayer import PeersFor
 from torchscout.replay.sharded_parameters import ParameterGatherers, route_of
 
-__all__ = ["are_experts_spread", "device_of_job", "expert_parameters", "recipes_for"]
+__all__ = ["are_experts_spread", "device_of_job", "expert_parameters", "keep_common", "recipes_for"]
 
 _Parameters = Mapping[Surface, torch.Tensor]
 
@@ -91,6 +93,8 @@ class _Builder:
         self.device, self._optimizers = device_of_job(adapter), adapter.optimizers()
         self._compiled = CompiledCode(adapter.model, self.device)
         self._refusal = disturbed_by_cudnn(adapter.model)
+        """Why nothing is repeated, neither layers nor updates."""
+        self._layer_refusal = self._refusal or adapter.layer_obstacle
         self._surfaces: dict[torch.Tensor, Surface] = _inverted(adapter.parameters())
 
     def dense(self, structure: Structure, experts: Sequence[Part]) -> list[Recipe]:
@@ -123,9 +127,12 @@ class _Builder:
             return
         if is_spread or shapes is not None:
             gatherers = partial(self._gatherers, role=LayerKind.EXPERT, reduces=False)
-            yield ExpertsRecipe(
+            recipe = ExpertsRecipe(
                 _named(experts), shapes or {}, self._surfaces, self.device, gatherers, self._compiled
             )
+            if self._layer_refusal is not None:
+                recipe.refuse(self._layer_refusal)
+            yield recipe
         if is_spread:
             own, owned = (
                 expert_parameters(self._adapter, experts),
@@ -206,8 +213,8 @@ class _Builder:
             kind, _named(parts), self._surfaces, self.device, gatherers, compiled=self._compiled
         )
         recipe.is_owned = self._ownership.is_owned
-        if self._refusal is not None:
-            recipe.refuse(self._refusal)
+        if self._layer_refusal is not None:
+            recipe.refuse(self._layer_refusal)
         return recipe
 
     def _gatherers(self, module: torch.nn.Module, *, role: LayerKind, reduces: bool) -> ParameterGatherers:
@@ -247,3 +254,18 @@ def _inverted(parameters: _Parameters) -> dict[torch.Tensor, Surface]:
 
 def _named(parts: Sequence[Part]) -> dict[str, torch.nn.Module]:
     return {part.name: part.module for part in parts}
+
+
+def keep_common(recipes: Sequence[Recipe], peers: PeersFor) -> None:
+    """Leave out targets that only some peers have: peers replay the same target at the same time.
+
+    Every rank makes this call.
+    """
+    for recipe in recipes:
+        if not isinstance(recipe, LayerRecipe | OptimizerRecipe) or isinstance(recipe, ExpertsRecipe):
+            continue  # shapes of experts come from a catalog that is the same everywhere
+        channel = peers(recipe.role, recipe.is_gathered).metadata
+        names = [json.loads(each) for each in channel.gather(json.dumps(recipe.targets).encode())]
+        if any(each != names[0] for each in names):
+            common = set.intersection(*map(set, names))
+            recipe.keep([each for each in names[0] if each in common])

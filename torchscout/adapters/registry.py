@@ -17,6 +17,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchscout.adapters.base import Adapter
+from torchscout.adapters.no_model import NoModelAdapter
 from torchscout.adapters.pytorch import PyTorchAdapter
 from torchscout.adapters.versions import advice
 from torchscout.config import Parallelism
@@ -41,11 +42,14 @@ _FRAMEWORKS = {
 
 
 def adapter_for(model: Any, optimizer: Any, parallelism: Mesh | DeviceMesh | Parallelism | None) -> Adapter:
-    """Return the adapter of the framework that made this model, or the one for plain PyTorch.
+    """Return the adapter of the framework that made this model, or the one for plain PyTorch. Without a model
+    and an optimizer, only hangs can be localized.
 
     Raises ``ValueError`` for a model or optimizer that no adapter knows, and ``ScoutError`` for an adapter
     that cannot be loaded.
     """
+    if model is None and optimizer is None:
+        return NoModelAdapter()
     for adapter_of in chain(_installed(), _shipped([*_parts_of(model), *_parts_of(optimizer)])):
         if (found := adapter_of(model, optimizer, parallelism)) is not None:
             return _complete(found)

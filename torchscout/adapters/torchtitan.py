@@ -6,7 +6,9 @@ attaches without a change to config or loop.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,6 +20,7 @@ from torchtitan.trainer import Trainer
 from torchscout.adapters.pytorch import PyTorchAdapter, around_steps
 from torchscout.adapters.versions import require
 from torchscout.mesh import AXES, LayerKind, Mesh
+from torchscout.replay.sharded_parameters import ParameterGatherers
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,14 +30,13 @@ if TYPE_CHECKING:
 __all__ = ["TorchTitanAdapter", "adapter_of"]
 
 _USES = (
-    "config.parallelism.spmd_backend",
-    "config.training.disable_cuda_graphs",
     "dataloader",
     "load_state_dict",
     "lr_schedulers",
     "model_parts",
     "optimizers",
     "state_dict",
+    "train_context",
     *(f"parallel_dims.{name}" for name in ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")),
     "parallel_dims.get_all_one_dimensional_meshes",
 )
@@ -71,17 +73,14 @@ class TorchTitanAdapter(PyTorchAdapter):
         self._trainer = trainer
         self._progress = _Progress(trainer)
 
-    @property
-    def obstacle(self) -> str | None:
-        config = self._trainer.config
-        if not config.training.disable_cuda_graphs:
-            return "CUDA graphs do not call hooks; pass --training.disable_cuda_graphs"
-        if config.parallelism.spmd_backend == "spmd_types":
-            return (
-                "layers under spmd_types can only be called within TorchTitan's own step; "
-                "pass --parallelism.spmd_backend partial_dtensor"
-            )
-        return None
+    def gatherers(self, module: torch.nn.Module) -> ParameterGatherers:
+        """Layers under ``spmd_types`` ask for the mesh of the step in which they are called."""
+        return replace(super().gatherers(module), around=self._in_step)
+
+    @contextmanager
+    def _in_step(self) -> Iterator[None]:
+        with self._trainer.train_context():
+            yield
 
     def mesh(self, hosts: Sequence[str]) -> Mesh:
         dims = self._trainer.parallel_dims

@@ -16,7 +16,6 @@ compiled again: see ``eagerly``.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
@@ -31,13 +30,15 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from torchscout.errors import ReplayError, describe_error
-from torchscout.replay.capture.broadcast import described, refuse, room_for
+from torchscout.replay.capture.broadcast import refuse
 from torchscout.replay.capture.context import autocast_as, buffers_of, preserved, preserved_rng, refusal
+from torchscout.replay.capture.first_calls import TensorForm
+from torchscout.replay.capture.form_pass import FormPass, is_sharded_only
 from torchscout.replay.capture.hooks import WRITES, CallCapture
 from torchscout.replay.capture.invocation import Invocation, is_floating, tensors_in
 from torchscout.utils._torch import compiler
 
-__all__ = ["CompiledCode", "EagerCall", "compiled_around", "eagerly", "is_compiled"]
+__all__ = ["CompiledCode", "EagerCall", "FormCall", "compiled_around", "eagerly", "is_compiled"]
 
 _MAX_PASSES = 3
 """Eager passes over one compiled module. One is enough if it succeeds and calls every target."""
@@ -69,20 +70,43 @@ class CompiledCode:
         self._model, self._device = model, device
         self._targets: dict[nn.Module, None] = {}
         self._found: dict[nn.Module, _Compiled] = {}
+        self._passes: dict[nn.Module, FormPass] = {}
+        """Of compiled modules with sharded parameters."""
 
     def expect(self, modules: Iterable[nn.Module]) -> None:
         """Declare that these modules are replayed, so that one eager pass saves the inputs of all of them."""
         self._targets.update(dict.fromkeys(modules))
 
-    def has_inside(self, module: nn.Module) -> bool:
-        """Whether the module is inside compiled code, and an eager pass would not communicate."""
-        around = compiled_around(self._model, module)
-        return around is not None and not any(isinstance(each, DTensor) for each in around.parameters())
+    def is_inside(self, module: nn.Module) -> bool:
+        """Whether the module is inside compiled code, where hooks do not run."""
+        return compiled_around(self._model, module) is not None
 
-    def call_of(self, module: nn.Module, *, is_source: bool) -> EagerCall:
+    def has_inside(self, module: nn.Module) -> bool:
+        """Whether the module is inside compiled code, and its input can be found without communication."""
+        around = compiled_around(self._model, module)
+        return around is not None and (not _has_shards(around) or is_sharded_only(around))
+
+    def start(self, module: nn.Module) -> None:
+        """Note the first call of the compiled module around this one, if an eager pass would communicate."""
+        around = compiled_around(self._model, module)
+        if (
+            around is not None
+            and _has_shards(around)
+            and around not in self._passes
+            and self.has_inside(module)
+        ):
+            self._passes[around] = FormPass(around, self._targets, self._device)
+
+    def close(self) -> None:
+        for each in self._passes.values():
+            each.close()
+
+    def call_of(self, module: nn.Module, *, is_source: bool) -> EagerCall | FormCall:
         """Return the call of a module inside compiled code."""
         around = compiled_around(self._model, module)
         assert around is not None, "it is inside"
+        if around in self._passes:
+            return FormCall(self._passes[around], module, is_source=is_source)
         if around not in self._found:
             self._found[around] = _Compiled(around, self._targets, self._device)
         return EagerCall(self._found[around], module, is_source=is_source)
@@ -107,6 +131,21 @@ class EagerCall:
         self._compiled.disarm()
 
 
+class FormCall:
+    """The made-up call of one module inside a compiled module with sharded parameters."""
+
+    def __init__(self, forms: FormPass, module: nn.Module, *, is_source: bool) -> None:
+        self._forms, self._module, self._is_source = forms, module, is_source
+
+    def invocation(self) -> Invocation:
+        """Raise ``ReplayError`` with the reason if there is none."""
+        form = self._forms.form_of(self._module)
+        return form.made_up(self._forms.device, is_source=self._is_source)
+
+    def disarm(self) -> None:
+        """The hooks remove themselves after the first call."""
+
+
 class _ArgumentsOnly(CallCapture):
     """Keeps no gradients: those of a whole model's output may be large, and are not needed."""
 
@@ -120,17 +159,12 @@ class _Saved:
 
     call: Invocation
     """The call without gradients; shared by modules of one kind."""
-    outputs: Mapping[int, Mapping[str, Any]]
-    """Descriptions of the output's tensors that require gradients, by place."""
+    outputs: Mapping[int, TensorForm]
+    """The output's tensors that require gradients, by place."""
 
     def gradients(self, device: torch.device) -> dict[int, torch.Tensor]:
-        """Return random numbers, the same in every check. Each tensor's norm is about 1: none overflow."""
-        gradients = {}
-        for place, description in self.outputs.items():
-            room = room_for(description, device)
-            generator = torch.Generator(room.device).manual_seed(place)
-            gradients[place] = room.normal_(std=1 / math.sqrt(max(1, room.numel())), generator=generator)
-        return gradients
+        forms = self.outputs.items()
+        return {place: form.random(device, place, is_gradient=True) for place, form in forms}
 
 
 class _Compiled:
@@ -229,7 +263,7 @@ class _Compiled:
         needing = {place: each for place, each in tensors if each.requires_grad and is_floating(each)}
         for each in needing.values():
             refuse(each)
-        self._saved[target] = _Saved(call, {place: described(each) for place, each in needing.items()})
+        self._saved[target] = _Saved(call, {place: TensorForm.of(each) for place, each in needing.items()})
 
     def _remember(
         self, _: type[BaseException] | None, error: BaseException | None, __: TracebackType | None
@@ -239,6 +273,10 @@ class _Compiled:
             self.disarm()
             failed = "the eager pass over the compiled module around it failed"
             self._problem = f"{failed}: {describe_error(error)}"
+
+
+def _has_shards(module: nn.Module) -> bool:
+    return any(isinstance(each, DTensor) for each in module.parameters())
 
 
 def _wrappers(module: nn.Module) -> Iterator[nn.Module]:

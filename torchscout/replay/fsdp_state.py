@@ -10,11 +10,12 @@ from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import torch
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from torchscout.errors import ReplayError
 
-__all__ = ["initialize", "missing", "reset", "without_prefetch"]
+__all__ = ["gathered_dtype", "initialize", "missing", "reset", "without_prefetch"]
 
 _PREFETCH = ("_states_to_forward_prefetch", "_states_to_backward_prefetch")
 
@@ -50,6 +51,12 @@ def initialize(root: FSDPModule) -> None:
     if not hasattr(state, "_lazy_init"):
         raise ReplayError("this PyTorch's FSDP cannot be prepared before the first training step")
     state._lazy_init()
+
+
+def gathered_dtype(module: object) -> torch.dtype | None:
+    """Return the dtype in which FSDP gathers the parameters of this module; None if it keeps theirs."""
+    policy = getattr(_state_of(module), "_mp_policy", None) if isinstance(module, FSDPModule) else None
+    return getattr(policy, "param_dtype", None)
 
 
 def missing(root: FSDPModule) -> str | None:

@@ -19,7 +19,7 @@ from torchscout.decision.fold import signed
 from torchscout.decision.record import EvidenceRecord, Surface
 from torchscout.decision.sdc import INPUT, STATE
 from torchscout.decision.signature import PendingSignatures, digest, read_signatures
-from torchscout.decision.straggler.timings import Lap, Measured
+from torchscout.decision.straggler.measured import Lap, Measured
 from torchscout.mesh import LayerKind, PeerGroup
 from torchscout.replay.capture.broadcast import Broadcast
 from torchscout.replay.capture.invocation import Invocation
@@ -235,7 +235,8 @@ class Recipe:
 
 
 class Replay:
-    """Base class: one execution. All peers make the same calls in this order; only ``align`` communicates."""
+    """Base class: one execution. All peers make the same calls in this order; only ``align`` and
+    ``agree`` communicate."""
 
     def describe(self) -> Any:
         """1. After the update: return what this rank has captured, as JSON. May raise ``ReplayError``."""
@@ -247,7 +248,15 @@ class Replay:
         """
 
     def align(self, broadcast: Broadcast, /) -> None:
-        """3. Request the source's values, which arrive before 5. Called on all peers or none."""
+        """3. Request the source's values, which arrive before 6. Called on all peers or none."""
+
+    @property
+    def has_news(self) -> bool:
+        """Whether this rank has something to exchange with the whole job in ``agree``."""
+        return False
+
+    def agree(self, has_news: bool, /) -> None:
+        """4. Exchange it. ``has_news`` if any rank has; called on all ranks of the job or none."""
 
     @property
     def work(self) -> tuple[str, tuple[int, ...]]:
@@ -255,24 +264,27 @@ class Replay:
         return "", ()
 
     def comparisons(self) -> Sequence[Comparison]:
-        """4. Return what ``observe`` will fill in, in order; identical on every peer."""
+        """5. Return what ``observe`` will fill in, in order; identical on every peer."""
         raise NotImplementedError
 
     def observe(self, seen: Observation) -> None:
-        """5. Compute, with floating-point inputs scaled by ``seen.variant``, and fill in ``seen``.
+        """6. Compute, with floating-point inputs scaled by ``seen.variant``, and fill in ``seen``.
 
         Called for each variant and for each repetition: must change neither the aligned values nor training.
         """
         raise NotImplementedError
 
     def learn(self, records: Sequence[EvidenceRecord]) -> None:
-        """6. Remember results for later checks. Called with the same records on all peers, if none failed."""
+        """7. Remember results for later checks. Called with the same records on all peers, if none failed."""
 
     def invocation(self) -> Invocation | None:
-        """7. Return the replayed call on the source, or None if a sweep needs none."""
+        """8. Return the replayed call on the source, or None if a sweep needs none."""
+
+    def settle(self) -> None:
+        """9. Forget what was examined. Not called if the check failed: a later one must examine it again."""
 
     def release(self) -> None:
-        """8. Release everything, whether or not any other method was called."""
+        """10. Release everything, whether or not any other method was called."""
 
 
 class JobExchange(Protocol):

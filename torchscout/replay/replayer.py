@@ -31,9 +31,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from torchscout.decision.channel import decoded
 from torchscout.decision.record import EvidenceRecord
 from torchscout.decision.repeatability import REFUSED, SurfaceHistory, Trial
-from torchscout.decision.straggler.timings import Measured
+from torchscout.decision.straggler.measured import Measured
 from torchscout.mesh import Axis, LayerKind, PeerGroup
 from torchscout.replay.capture.broadcast import receive_together
 from torchscout.replay.capture.saved_calls import SavedCalls
@@ -130,9 +131,10 @@ class Replayer:
             name, is_refused = recipe.targets[due.target], isinstance(problem, Refusal)
             self._active.append(ActiveReplay(due, name, recipe, peers, source, replay, problem, is_refused))
 
-    def check(self, step: int) -> Findings:
-        """At the end of the step: replay, compare, and release everything."""
-        findings = Findings()
+    def check(self, step: int, findings: Findings | None = None) -> Findings:
+        """At the end of the step: replay, compare, and release everything. Adds to ``findings``, where a
+        check that fails leaves what it has found."""
+        findings = Findings() if findings is None else findings
         if not self._active:
             return findings
         try:
@@ -179,6 +181,9 @@ class Replayer:
                     findings.records.append(_unreplayed(active, step))
             if is_timed:
                 findings.measured.extend(self._measure(step, ready, runs))
+            for active in self._active:
+                if active.replay is not None:
+                    active.replay.settle()
         finally:
             self.abandon()
 
@@ -188,13 +193,17 @@ class Replayer:
             if (replay := self._active.pop().replay) is not None:
                 replay.release()
 
+    def warm_up_again(self) -> None:
+        """Do not compare the times of the next run of any work, which ranks may have run unequally often."""
+        self._warm.clear()
+
     def _describe(self) -> None:
         """Exchange descriptions of what was captured; allocate memory for the source's values."""
         inside = "the optimizer steps inside the backward pass" if in_backward() else None
         for peers in self._all_peers():
             active = [each for each in self._active if each.peers is peers]
             own = [_description(each, inside) for each in active]
-            gathered = [json.loads(each) for each in peers.metadata.gather(json.dumps(own).encode())]
+            gathered = decoded(peers.metadata.gather(json.dumps(own).encode()))
             for place, each in enumerate(active):
                 self._prepare(each, [descriptions[place] for descriptions in gathered])
 
@@ -207,7 +216,7 @@ class Replayer:
     def _prepare(self, active: ActiveReplay, descriptions: Sequence[Any]) -> None:
         is_ready = active.problem is None and not any(each["problem"] for each in descriptions)
         if is_ready and active.replay is not None:
-            documents = [json.loads(each["document"]) for each in descriptions]
+            documents = decoded([each["document"] for each in descriptions])
             _, active.problem = attempt(partial(active.replay.prepare, documents, active.source))
 
     def _vote(self) -> None:
@@ -241,8 +250,9 @@ class Replayer:
                 receive_together(tensors, partial(peers.broadcast, source=source))
         # A broadcast may fail on its source and succeed elsewhere. Without this exchange, some ranks would
         # then replay over training's groups while others already train.
-        self._job.highest([0])
+        (has_news,) = self._job.highest([any(run.replay.has_news for run in runs.values())])
         for run in runs.values():
+            run.replay.agree(bool(has_news))
             run.comparisons = run.replay.comparisons()
             left_out = {
                 each.surface: reason

@@ -195,6 +195,21 @@ class Rotation:
         self._turns |= {kind: int(turns) for kind, turns in state["turns"].items() if kind in self._turns}
         self._visits |= {kind: int(each) for kind, each in visits.items() if kind in self._visits}
 
+    def position(self) -> dict[str, Any]:
+        """Return where the rotation is, for ``move_to`` on another rank."""
+        position = {"turns": dict(self._turns), "visits": dict(self._visits), "rounds": self.rounds}
+        return position | {"stretch": self._stretch, "together": dict(self._together)}
+
+    def move_to(self, position: Mapping[str, Any], intervals: Mapping[str, int], step: int) -> None:
+        """Continue after this step from the position of another rank."""
+        self.load_state_dict(position)
+        self.rounds, self._stretch = position["rounds"], position["stretch"]
+        self._together |= {
+            kind: each for kind, each in position["together"].items() if kind in self._together
+        }
+        self._intervals = {kind: each for kind, each in intervals.items() if kind in self._orders}
+        self.start_after(step)
+
     def change(
         self, intervals: Mapping[str, int], stretch: int, step: int, together: Mapping[str, int] = _ONE_EACH
     ) -> None:
@@ -233,6 +248,13 @@ class Rotation:
             }
             for kind, interval in self._intervals.items()
             if (count := self._orders[kind].cycle)
+        }
+
+    def turns(self) -> dict[str, dict[str, int]]:
+        """Return each recipe's targets and the turns so far. May be called from any thread."""
+        counts = {kind: self._orders[kind].cycle for kind in self._intervals}
+        return {
+            kind: {"targets": count, "turns": self._turns[kind]} for kind, count in counts.items() if count
         }
 
     def _modules_of(self, kind: str) -> dict[str, int]:

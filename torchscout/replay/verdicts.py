@@ -18,7 +18,7 @@ from torchscout.decision.record import EvidenceRecord, Manifestation, Scope, Sur
 from torchscout.decision.repeatability import NONDETERMINISTIC, Repeated
 from torchscout.decision.sdc import FAILED
 from torchscout.decision.signature import digest
-from torchscout.decision.straggler.timings import Measured
+from torchscout.decision.straggler.measured import Measured
 from torchscout.replay.recipe import ABSENT, POISON, UNREPEATABLE, Comparison, Observation, Replay
 from torchscout.utils.text import named
 

@@ -60,7 +60,6 @@ _WRAPPERS = (DistributedDataParallel, FullyShardedDataParallel, TorchFullySharde
 _USES: Uses = {
     "megatron.core.distributed.DistributedDataParallel.start_param_sync": ("force_sync",),
     "megatron.core.distributed.DistributedDataParallelConfig": (
-        "num_distributed_optimizer_instances",
         "overlap_param_gather",
         "use_distributed_optimizer",
     ),
@@ -135,12 +134,16 @@ class MegatronAdapter:
         for chunk in self._chunks:
             if not isinstance(chunk, DistributedDataParallel | FullyShardedDataParallel):
                 return f"Megatron's {type(chunk).__name__} is not supported; its DistributedDataParallel is"
-            if why := _obstacle_of(chunk):
-                return why
+            if isinstance(chunk, FullyShardedDataParallel) and (why := obstacle_of(chunk)):
+                return f"Megatron-FSDP is not supported {why}"
         if other := [each for each in _members(self._optimizer) if type(each) not in _KNOWN]:
             known = ", ".join(each.__name__ for each in _KNOWN)
             return f"Megatron's {type(other[0]).__name__} is not supported; supported are {known}"
         return None
+
+    @property
+    def layer_obstacle(self) -> str | None:
+        return next(filter(None, map(_layer_obstacle, self._chunks)), None)
 
     def mesh(self, hosts: Sequence[str]) -> Mesh:
         shards = {place: len(each) for role in LayerKind for place, each in self._shards(role).items()}
@@ -331,11 +334,7 @@ def _members(optimizer: MegatronOptimizer | None) -> list[MegatronOptimizer]:
     return [each for each in chained if each is not None and not each.is_stub_optimizer]
 
 
-def _obstacle_of(chunk: Any) -> str | None:
-    if isinstance(chunk, FullyShardedDataParallel) and (why := obstacle_of(chunk)):
-        return f"Megatron-FSDP is not supported {why}"
-    if chunk.ddp_config.num_distributed_optimizer_instances > 1:
-        return "several instances of Megatron's distributed optimizer are not supported"
+def _layer_obstacle(chunk: Any) -> str | None:
     if getattr(chunk.config, "cuda_graph_impl", "none") != "none":
         return "layers that Megatron runs as CUDA graphs cannot be called again"
     if any(getattr(chunk.config, each, None) for each in ("fp8", "fp4")):

@@ -3,8 +3,9 @@
 Autocast and attention are as in training's call, kernels are deterministic, and random numbers are the same
 on every peer. After a replay all random streams of the process are restored, including NumPy's and Python's,
 and so is the module: buffers are replaced by copies during the replay, and counters, caches and lists among
-its attributes are reset. Objects of other classes are not inspected. Parameters are not copied: a forward
-pass that writes to them is refused if that is detected.
+its attributes are reset, as are objects that hold tensors, such as the scales of a quantization. Objects of
+other classes are not inspected. Parameters are not copied: a forward pass that writes to them is refused if
+that is detected.
 
 In a ``context_parallel`` block ``scaled_dot_product_attention`` is replaced by a function that exchanges keys
 and values among ranks. A replay happens after the block and would attend to this rank's tokens only, so the
@@ -30,6 +31,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from operator import is_
+from types import FunctionType, MethodType
 from typing import Any, Protocol
 
 import numpy as np
@@ -231,11 +233,32 @@ class Attention:
 
 _OWN = frozenset(nn.Module().__dict__) - {"training"}  # what nn.Module itself defines, such as buffers
 _CONTAINERS = (list, dict, set, deque)
+_MAX_STATE = 1 << 16
+"""Elements of a tensor among a module's attributes that is taken from the source."""
 
 
 def buffers_of(module: nn.Module) -> dict[str, torch.Tensor]:
     """Return every buffer once, by its dotted name."""
     return dict(module.named_buffers())
+
+
+def state_of(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Return what a replay takes from the source besides parameters: buffers, and small tensors among the
+    module's attributes or in objects there, such as the scales of a quantization."""
+    found = buffers_of(module)
+    for path, part in module.named_modules():
+        for name, value in vars(part).items():
+            if name not in _OWN:
+                inside = vars(value) if _holds_tensors(value) else {"": value}
+                kept = {f"{path}.{name}.{key}": each for key, each in inside.items() if _is_small(each)}
+                found |= {key.strip("."): each for key, each in kept.items()}
+    return found
+
+
+def _is_small(value: Any) -> bool:
+    """Whether it is a tensor that may be part of a state; a table of constants is larger."""
+    is_plain = type(value) is torch.Tensor and value.layout is torch.strided and not value.is_quantized
+    return is_plain and value.numel() <= _MAX_STATE and not (value.is_meta or value.is_inference())
 
 
 def refusal(module: nn.Module) -> str | None:
@@ -248,13 +271,18 @@ def refusal(module: nn.Module) -> str | None:
 
 @contextmanager
 def preserved(module: nn.Module, buffers: Mapping[str, torch.Tensor], seed: int) -> Iterator[None]:
-    """Restore the module after this block, in which it uses copies of ``buffers``.
+    """Restore the module after this block, in which it uses copies of ``buffers``: see ``state_of``.
 
     Random streams among the module's attributes are seeded with ``seed``, which peers share.
     """
     with ExitStack() as undo:
         _replace_buffers(module, buffers, undo)
         _AttributeRestorer(seed, undo).save(module)
+        own_buffers = buffers_of(module)
+        with torch.no_grad():
+            for name, own in state_of(module).items():
+                if name in buffers and name not in own_buffers:
+                    own.copy_(buffers[name])
         # Undone first, while buffers, which it may write to, are still the copies.
         for each in module.modules():
             if type(each).get_extra_state is not nn.Module.get_extra_state:
@@ -296,9 +324,20 @@ class _AttributeRestorer:
             self._undo.callback(_rewrite, value, value._version, value.detach().clone())
         elif (restore := seeded(value, self._seed)) is not None:
             self._undo.callback(restore)
+        elif _holds_tensors(value):
+            self._undo.callback(_refill, vars(value), vars(value).copy())
+            for each in vars(value).values():
+                self._save(each)
         if isinstance(value, (*_CONTAINERS, tuple)):
             for each in value.values() if isinstance(value, dict) else value:
                 self._save(each)
+
+
+def _holds_tensors(value: Any) -> bool:
+    """Whether it is an object that keeps tensors, such as the scales of a quantization."""
+    if isinstance(value, nn.Module | type | torch.Tensor | FunctionType | MethodType):
+        return False
+    return any(type(each) is torch.Tensor for each in getattr(value, "__dict__", {}).values())
 
 
 def _restore_attributes(module: nn.Module, attributes: Mapping[str, Any]) -> None:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -19,6 +20,7 @@ from torchscout.replay.capture.broadcast import DTensorLayout, captured, obstacl
 from torchscout.replay.capture.context import buffers_of
 from torchscout.replay.capture.invocation import Invocation, tensors_in
 from torchscout.replay.guard import Communication
+from torchscout.utils.cuda_graphs import has_compiled_graphs, is_capturing
 from torchscout.utils.reentrancy import in_backward, in_own_work
 
 __all__ = ["WRITES", "CallCapture"]
@@ -45,14 +47,30 @@ sending that of a vocabulary takes longer than computing with it. Any gradient s
 same one."""
 
 
+class MadeUp(Protocol):
+    """Makes up a call: see ``first_calls``."""
+
+    def made_up(self, *, is_source: bool) -> Invocation: ...
+
+
 class CallCapture:
     """Captures calls from construction until ``disarm``."""
 
+    _in_graphs = False
+    """Whether calls that a CUDA graph captures count."""
+
     def __init__(
-        self, module: nn.Module, device: torch.device, *, keep: bool, expected: Collection[int] = ()
+        self,
+        module: nn.Module,
+        device: torch.device,
+        *,
+        keep: bool,
+        expected: Collection[int] = (),
+        first: MadeUp | None = None,
     ) -> None:
-        """A module that communicates beyond the ``expected`` ranks is not replayed."""
-        self._device, self._keep = device, keep
+        """A module that communicates beyond the ``expected`` ranks is not replayed. In a step without a call,
+        as while a CUDA graph is replayed, ``first`` makes one up."""
+        self._device, self._keep, self._first = device, keep, first
         self._communication = Communication(expected)
         self._begun: Invocation | None = None
         """The last call, whose output has not received gradients yet."""
@@ -72,6 +90,8 @@ class CallCapture:
     def invocation(self) -> Invocation:
         """Return the captured call; raise ``ReplayError`` with the reason if there is none."""
         found = self._whole or self._begun
+        if found is None and self._first is not None and self._problem is _NOT_CALLED:
+            return self._first.made_up(is_source=self._keep)
         if found is None:
             raise ReplayError(self._problem)
         if found.problem is not None:
@@ -96,17 +116,12 @@ class CallCapture:
             self._undo.callback(after.remove)
             return
         # [Note: compiled in place] After `module.compile()` hooks are part of the compiled code, and new ones
-        # are not called. The module calls an attribute instead of itself, which is wrapped for one step.
-        compiled = module._compiled_call_impl
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            self._before(module, args, kwargs)
-            output = compiled(*args, **kwargs)
-            self._after(module, args, kwargs, output)
-            return output
-
-        module._compiled_call_impl = call
-        self._undo.callback(setattr, module, "_compiled_call_impl", compiled)
+        # are not called. The module calls an attribute instead of itself, which is wrapped meanwhile.
+        captures = _compiled_in_place.setdefault(module, [])
+        captures.append(self)
+        if len(captures) == 1:
+            _wrap_compiled(module, captures)
+        self._undo.callback(_remove, module, self)
 
     def _before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if not self._is_trainings_own():
@@ -163,7 +178,8 @@ class CallCapture:
                 return
             # Not copied: it must be the same on all peers, but not what training used. Autograd adds to a
             # gradient in place only if there is no other reference to it.
-            begun.gradients[place] = gradient.detach()
+            is_lasting = not has_compiled_graphs(self._device)
+            begun.gradients[place] = gradient.detach() if is_lasting else captured(gradient)
 
         if self._keep:
             # Removed later: a module may return a tensor that outlives the step, such as a weight.
@@ -172,11 +188,40 @@ class CallCapture:
     def _is_trainings_own(self) -> bool:
         if torch.compiler.is_compiling() or in_own_work() or in_backward():
             return False
+        if is_capturing() and not self._in_graphs:  # a copy would become part of the user's graph
+            return False
         if not torch.is_grad_enabled():
             if self._problem is _NOT_CALLED:  # an error in capturing training's own call is more important
                 self._problem = _WITHOUT_GRADIENTS
             return False
         return True
+
+
+_compiled_in_place: WeakKeyDictionary[nn.Module, list[CallCapture]] = WeakKeyDictionary()
+"""The captures of modules that are compiled in place."""
+
+
+def _wrap_compiled(module: nn.Module, captures: list[CallCapture]) -> None:
+    compiled: Any = module._compiled_call_impl
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        for each in [*captures]:
+            each._before(module, args, kwargs)
+        output = compiled(*args, **kwargs)
+        for each in [*captures]:
+            each._after(module, args, kwargs, output)
+        return output
+
+    call.compiled = compiled  # type: ignore[attr-defined]
+    module._compiled_call_impl = call
+
+
+def _remove(module: nn.Module, capture: CallCapture) -> None:
+    captures = _compiled_in_place[module]
+    captures.remove(capture)
+    if not captures:
+        wrapper: Any = module._compiled_call_impl
+        module._compiled_call_impl = wrapper.compiled
 
 
 def _is_too_large(gradient: torch.Tensor, begun: Invocation) -> bool:

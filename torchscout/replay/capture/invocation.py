@@ -24,8 +24,9 @@ from torchscout.experts.coverage import Rows
 from torchscout.replay.capture.broadcast import DTensorLayout, as_dense, captured, described, refuse, room_for
 from torchscout.replay.capture.context import Attention, RngState, autocast_now
 from torchscout.utils._torch import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
+from torchscout.utils.cuda_graphs import is_capturing
 
-__all__ = ["Invocation", "RowResize", "is_floating", "tensors_in"]
+__all__ = ["Invocation", "Omitted", "RowResize", "is_floating", "tensors_in"]
 
 _PLAIN = (bool, int, float, str, type(None))
 _COUNTS = (torch.int32, torch.int64)
@@ -53,6 +54,8 @@ class Invocation:
     """Places at which the output replaces its gradient, which was too large to send."""
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
     """Buffers before the forward pass, if it is known that they differ afterwards; usually empty."""
+    is_made_up: bool = False
+    """Whether it has the form of a call of training, but not its values."""
     problem: str | None = None
     """Why this call cannot be replayed, found after its forward pass."""
 
@@ -62,7 +65,9 @@ class Invocation:
         leaves, spec = tree_flatten((args, kwargs))
         mask = [isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves]
         kept = [_kept(place, leaf, keep=keep) for place, leaf in enumerate(leaves)]
-        return cls(kept, mask, spec, autocast_now(device), RngState.now(device), Attention.now())
+        # The state of a generator cannot be read while a graph is captured.
+        randomness = RngState({}) if is_capturing() else RngState.now(device)
+        return cls(kept, mask, spec, autocast_now(device), randomness, Attention.now())
 
     @classmethod
     def from_description(
@@ -70,7 +75,7 @@ class Invocation:
     ) -> Invocation:
         """Return a call without the values of its tensors; DTensors are placed on these ``meshes``."""
         leaves = [
-            _Omitted(_layout(leaf["tensor"], meshes)) if "tensor" in leaf else leaf["plain"]
+            Omitted(_layout(leaf["tensor"], meshes)) if "tensor" in leaf else leaf["plain"]
             for leaf in call["leaves"]
         ]
         layouts = {int(place): _layout(each, meshes) for place, each in call["gradients"].items()}
@@ -153,7 +158,7 @@ def is_floating(leaf: Any) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class _Omitted:
+class Omitted:
     """In place of a tensor whose values the source will send."""
 
     layout: DTensorLayout | None = None
@@ -167,7 +172,7 @@ def _kept(place: int, leaf: Any, *, keep: bool) -> Any:
     if keep:
         return captured(leaf)
     refuse(leaf)
-    return _Omitted(DTensorLayout.of(leaf))
+    return Omitted(DTensorLayout.of(leaf))
 
 
 def _layout(description: Mapping[str, Any], meshes: Sequence[DeviceMesh]) -> DTensorLayout | None:
@@ -198,7 +203,7 @@ def _has_tensors(leaf: Any, seen: set[int]) -> bool:
 def _described(leaf: Any) -> dict[str, Any]:
     if isinstance(leaf, torch.Tensor):
         return {"tensor": described(leaf)}
-    if isinstance(leaf, _Omitted):
+    if isinstance(leaf, Omitted):
         return {"tensor": None}
     if type(leaf) in _PLAIN:  # not isinstance: an IntEnum would arrive as an int
         return {"plain": leaf}
@@ -219,7 +224,7 @@ def _room(place: int, own: Any, source: Mapping[str, Any], device: torch.device)
 
 
 def _room_for_tensor(place: int, own: Any, source: Mapping[str, Any], device: torch.device) -> torch.Tensor:
-    layout = own.layout if isinstance(own, _Omitted) else DTensorLayout.of(own)
+    layout = own.layout if isinstance(own, Omitted) else DTensorLayout.of(own)
     try:
         room = room_for(source, device, layout)
     except ReplayError as error:

@@ -16,14 +16,15 @@ from torch import nn
 
 from torchscout.decision.record import Surface
 from torchscout.decision.signature import PendingSignatures
-from torchscout.errors import ReplayError
+from torchscout.errors import ReplayError, describe_error
 from torchscout.mesh import LayerKind
 from torchscout.replay.capture import broadcast as wire
 from torchscout.replay.capture import context
+from torchscout.replay.capture.first_calls import FirstCall
 from torchscout.replay.capture.hooks import WRITES, CallCapture
 from torchscout.replay.capture.invocation import Invocation, RowResize, is_floating, tensors_in
 from torchscout.replay.capture.saved_calls import restored
-from torchscout.replay.compiled import CompiledCode, EagerCall, eagerly, is_compiled
+from torchscout.replay.compiled import CompiledCode, EagerCall, FormCall, eagerly, is_compiled
 from torchscout.replay.guard import UnannouncedError, announced
 from torchscout.replay.recipe import ABSENT, Comparison, Mode, Observation, Recipe, Replay, SavedInput
 from torchscout.replay.sharded_parameters import (
@@ -75,6 +76,8 @@ class LayerRecipe(Recipe):
         self._layers = [_Layer(name, module) for name, module in modules.items()]
         self._surfaces, self._device = surfaces, device
         self._gatherers, self._compiled = gatherers, compiled
+        self._first: dict[str, FirstCall] = {}
+        """The first call of each module, from the start of training on."""
         if compiled is not None:
             compiled.expect(modules.values())
         self.is_owned: Callable[[Surface], bool] = lambda _: False
@@ -83,7 +86,26 @@ class LayerRecipe(Recipe):
     @property
     def modules(self) -> int:
         """How many modules are replayed."""
-        return len(self._layers)
+        return len(self._layers) - len(self.refused())
+
+    def refused(self) -> dict[str, str]:
+        """Return why modules are never replayed, by name."""
+        return {each.name: each.refusal for each in self._layers if each.refusal is not None}
+
+    def start(self) -> None:
+        for each in self._layers:
+            compiled = self._compiled
+            if each.refusal is None and compiled is not None and compiled.is_inside(each.module):
+                compiled.start(each.module)
+            elif each.refusal is None:
+                expected = self._gatherers(each.module).expected
+                self._first[each.name] = FirstCall(each.module, self._device, expected)
+
+    def close(self) -> None:
+        for each in self._first.values():
+            each.disarm()
+        if self._compiled is not None:
+            self._compiled.close()
 
     def refuse(self, reason: str) -> None:
         """Replay none of these modules."""
@@ -97,22 +119,26 @@ class LayerRecipe(Recipe):
 
     def new_replay(self, target: int, is_source: bool, saved: SavedInput | None, /) -> LayerReplay:
         layer, module = self._layers[target], self._layers[target].module
+        if layer.refusal is not None:  # such as CUDA graphs, whose memory a hook must not touch
+            raise ReplayError(layer.refusal)
         gatherers = self._gatherers(module)
-        call: Invocation | CallCapture | EagerCall | None = None
+        call: Invocation | CallCapture | EagerCall | FormCall | None = None
         if saved is not None:
             if saved.call is None:
                 raise ReplayError("no call of it was saved")
             initialize(gatherers)
             call = restored(saved.call, module, self._device, saved.tensors)
         gradients = self._gradients(module)
-        # With gathered parameters, an eager pass over a whole model would communicate.
-        compiled = None if gatherers.modules else self._compiled
+        compiled = self._compiled
         is_eager = compiled is not None and compiled.has_inside(module)
         if compiled is not None and is_eager and call is None:
             call = compiled.call_of(module, is_source=is_source)
         if call is None:
             call = self.capture_in_use(target)
-        replay = LayerReplay(layer, gradients, self._device, gatherers, is_source=is_source, call=call)
+        first = self._first.get(layer.name)
+        replay = LayerReplay(
+            layer, gradients, self._device, gatherers, is_source=is_source, call=call, first=first
+        )
         replay.is_eager = is_eager
         if self.kind != "layer":
             replay.work_surface, replay.communication = f"time/{self.kind}", f"time/{self.kind}_"
@@ -144,11 +170,12 @@ class LayerReplay(Replay):
         gatherers: ParameterGatherers,
         *,
         is_source: bool,
-        call: Invocation | CallCapture | EagerCall | None = None,
+        call: Invocation | CallCapture | EagerCall | FormCall | None = None,
+        first: FirstCall | None = None,
     ) -> None:
         """``gradients`` are those to compare: paths of parameters in the module, by surface.
 
-        ``call`` is what to replay, if not training's next call of the module.
+        ``call`` is what to replay, if not training's next call of the module, or one like its ``first``.
         """
         module = layer.module
         self._layer, self._name, self._module, self.determinism = layer, layer.name, module, layer.determinism
@@ -166,9 +193,10 @@ class LayerReplay(Replay):
         """Whether to run it eagerly although training compiles it: see ``compiled``."""
         self._own = call if isinstance(call, Invocation) else None
         """This rank's call; None until it has been captured."""
-        self.capture = call if isinstance(call, CallCapture | EagerCall) else None
+        self.capture = call if isinstance(call, CallCapture | EagerCall | FormCall) else None
         if call is None and not self._refusal:
-            self.capture = CallCapture(module, device, keep=is_source, expected=gatherers.expected)
+            expected = gatherers.expected
+            self.capture = CallCapture(module, device, keep=is_source, expected=expected, first=first)
         self._call: Invocation | None = None
         """The source's call: allocated in ``prepare``, filled by ``align``."""
         self._buffers: dict[str, torch.Tensor] = {}
@@ -231,9 +259,8 @@ class LayerReplay(Replay):
             Comparison(output, Mode.FORWARD, (given, weights), absent="it returns no tensor"),
             *(Comparison(each, Mode.BACKWARD, premises, absent=no_gradient) for each in gradients),
         ]
-        for (
-            surface
-        ) in self._reduced_surfaces():  # gradients of all ranks of a replica, so they must agree first
+        # Of gradients of all ranks of a replica, so these must agree first.
+        for surface in self._reduced_surfaces():
             found.append(Comparison(surface, Mode.BACKWARD, tuple(gradients)))
             gradients = [surface]
         return found
@@ -241,7 +268,12 @@ class LayerReplay(Replay):
     def observe(self, seen: Observation) -> None:
         # Training's own collectives do not depend on whether a pass succeeds: every rank must issue them.
         gathering = timed(self._device, seen, work=None, communication=self.communication + "{}")
-        with self._reduced(seen), gathered(self._gatherers, gathering), ExitStack() as around:
+        with (
+            self._reduced(seen),
+            gathered(self._gatherers, gathering),
+            ExitStack() as around,
+        ):
+            around.push(lambda _, error, __: self._failed(error, seen))
             with gathered_again(self._gatherers):
                 if self.resize is not None:  # on the source's values, so that all peers make the same of them
                     self._call, self.resize = self.resize.applied(self._input), None
@@ -318,7 +350,7 @@ class LayerReplay(Replay):
 
     def _buffers_before(self, own: Invocation) -> dict[str, torch.Tensor]:
         """Return this rank's buffers as they were before its own call."""
-        return {name: own.buffers.get(name, each) for name, each in context.buffers_of(self._module).items()}
+        return {name: own.buffers.get(name, each) for name, each in context.state_of(self._module).items()}
 
     def _input_gradient(self) -> list[Surface]:
         """Return the surface of all input gradients together; none if no input has one, as indices."""
@@ -341,6 +373,12 @@ class LayerReplay(Replay):
             if self.determinism.learn(mode, error):
                 seen.refused.append(str(error))
             raise
+
+    def _failed(self, error: BaseException | None, seen: Observation) -> None:
+        """Leave the module out of later checks if it fails on input that training never gave it."""
+        is_new = not seen.refused and self._layer.refusal is None
+        if self._input.is_made_up and isinstance(error, Exception) and is_new:
+            self._layer.refusal = f"it fails on random numbers of its input's form: {describe_error(error)}"
 
     def _mark_unrepeatable(self, seen: Observation) -> None:
         """Mark the results of passes that lack a deterministic operator."""

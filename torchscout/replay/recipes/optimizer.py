@@ -45,6 +45,7 @@ from torchscout.replay.recipes.optimizer_slice import (
     whole_of,
 )
 from torchscout.replay.timing import timed
+from torchscout.utils.cuda_graphs import is_capturing
 from torchscout.utils.reentrancy import is_nested_step
 
 __all__ = ["REPRODUCED", "WHOLE_BUDGET", "OptimizerRecipe"]
@@ -254,7 +255,7 @@ class OptimizerReplay(Replay):
             return
 
         def before_update(_: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if is_nested_step(target.optimizer) or not target.is_due():
+            if is_nested_step(target.optimizer) or not target.is_due() or is_capturing():
                 return
             try:
                 found = obstacle
@@ -314,7 +315,8 @@ class OptimizerReplay(Replay):
     def prepare(self, descriptions: Sequence[Any], source: int, /) -> None:
         # Owned parts of one parameter may have different sizes.
         alike = ("class", "setting") if self._is_owned else tuple(descriptions[source])
-        for peer, part in itertools.product(range(len(descriptions)), alike):
+        first = {id(each): peer for peer, each in reversed([*enumerate(descriptions)])}  # equal ones are one
+        for peer, part in itertools.product(sorted(first.values()), alike):
             found, expected = descriptions[peer][part], descriptions[source][part]
             for key in sorted(found.keys() | expected.keys()):
                 here, there = found.get(key), expected.get(key)

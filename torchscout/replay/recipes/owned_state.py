@@ -35,6 +35,7 @@ from torchscout.replay.recipe import Comparison, Mode, Observation, Recipe, Repl
 from torchscout.replay.recipes.optimizer_slice import local_of
 from torchscout.replay.recipes.rest_window import Pace, Window, size_of
 from torchscout.replay.recipes.working_copies import CopyWatch, WorkingCopies
+from torchscout.utils.cuda_graphs import is_capturing
 from torchscout.utils.reentrancy import in_own_work
 
 __all__ = ["OWNED_STATE", "UNCHANGED", "OwnedStateRecipe"]
@@ -221,7 +222,7 @@ class OwnedStateRecipe(Recipe):
 
     def _pass_ended(self) -> None:
         """Watch working copies that the forward pass has gathered."""
-        if self._step is None or in_own_work():
+        if self._step is None or in_own_work() or is_capturing():
             return
         found = self._read(self._copies.resting, are_copies=True) or {}
         late = {name: each for name, each in found.items() if name not in self._seen}
@@ -236,7 +237,7 @@ class OwnedStateRecipe(Recipe):
 
     def _close_windows(self, *, copies_only: bool = False) -> None:
         """Called when an update begins. Only the first call in a step closes anything."""
-        if in_own_work():
+        if in_own_work() or is_capturing():
             return
         self._step = None
         closing = [each for each in self._open if each.are_copies or not copies_only]
@@ -288,6 +289,8 @@ class _OwnedStateReplay(Replay):
         wrong = signed(xxhash.xxh3_64_intdigest(words.encode()))
         seen.signatures[OWNED_STATE] = wrong if self._changed else UNCHANGED
 
+    def settle(self) -> None:
+        self._recipe.forget()
+
     def release(self) -> None:
         self._changed = []
-        self._recipe.forget()

@@ -24,7 +24,6 @@ import xxhash
 from torchscout.collectives.call import POINT_TO_POINT, Call
 from torchscout.decision.fold import signed
 from torchscout.decision.signature import PendingSignatures
-from torchscout.replay.capture.broadcast import Broadcast
 from torchscout.replay.guard import CallListener, announced
 from torchscout.replay.recipe import ABSENT, Comparison, JobExchange, Mode, Observation, Recipe, Replay
 from torchscout.replay.sharded_parameters import reduce_scatter
@@ -213,10 +212,14 @@ class _Agreement:
         self.is_silent = True
         """Whether no rank of the job has logged any communication."""
 
-    def on(self, uses: Iterable[GroupUse]) -> list[GroupUse]:
-        """Called on every rank of the job; exchanges descriptions only if those of a rank have changed."""
-        own = sorted(uses)
-        if any(self._job.highest([own != self._own])):
+    def differs(self, uses: Iterable[GroupUse]) -> bool:
+        """Whether these are not the uses that the last exchange was about."""
+        return sorted(uses) != self._own
+
+    def on(self, uses: Iterable[GroupUse], has_changed: bool) -> list[GroupUse]:
+        """Called on every rank of the job; exchanges descriptions only if those of any rank have changed."""
+        if has_changed:
+            own = sorted(uses)
             described = self._job.exchange([use.describe() for use in own])
             self._own, self._agreed, self.is_silent = own, agreed(own, described), not any(described)
         return self._agreed
@@ -236,8 +239,12 @@ class _Transfers(Replay):
         self._groups = self._log.groups()
         self._buffers = ScratchBuffers(self._device)
 
-    def align(self, _: Broadcast, /) -> None:
-        self._uses = self._agreement.on(self._groups)
+    @property
+    def has_news(self) -> bool:
+        return self._agreement.differs(self._groups)
+
+    def agree(self, has_news: bool, /) -> None:
+        self._uses = self._agreement.on(self._groups, has_news)
 
     @property
     def work(self) -> tuple[str, tuple[int, ...]]:
