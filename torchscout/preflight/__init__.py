@@ -1,0 +1,1 @@
+"""Tests the devices, machines and links of a job before it starts."""

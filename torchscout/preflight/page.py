@@ -1,0 +1,103 @@
+"""The page that a person reads: what was found, on which machine, and what was covered."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from torchscout.utils.text import WIDEST, columns, listed, wrapped
+
+__all__ = ["page"]
+
+_WORDS = {"sdc": "wrong results", "straggler": "slow", "hang": "silent"}
+_FOUND_NOTHING = "nothing found"
+_MOST_REASONS = 5
+
+
+def page(report: Mapping[str, Any]) -> str:
+    """Return the page of a report, in its JSON form. It is as wide as the terminal, if there is one."""
+    parts: list[Table | str] = [_headline(report), ""]
+    parts += [f"  {each['sentence']}" for each in report["incidents"]]
+    parts += [f"  {reason}" for reason in report["reasons"]]
+    if report["incidents"] or report["reasons"]:
+        parts.append("")
+    parts += [_table(["machine", "ranks", "device", "found"], [*_machines(report)]), ""]
+    parts += [_table(["covered", "", "times"], [*_covered(report["coverage"])])]
+    not_checked = report["coverage"]["not_checked"]
+    parts += [f"Not checked: {name}: {why}" for name, why in [*not_checked.items()][:_MOST_REASONS]]
+    if report["run_dir"] is not None:
+        parts += ["", f"Evidence: {report['run_dir']}"]
+    return _stacked(parts)
+
+
+def _headline(report: Mapping[str, Any]) -> str:
+    size, hosts = len(report["devices"]), len({each["host"] for each in report["devices"]})
+    what = {
+        "healthy": "nothing was found",
+        "faulty": f"{_counted(len(report['ranks']), 'rank')} named",
+        "undecided": "no decision",
+    }[report["conclusion"]]
+    return (
+        f"Preflight of {_counted(size, 'rank')} on {_counted(hosts, 'machine')}: {what}, after "
+        f"{_counted(report['checks'], 'check')} in {report['seconds']:.0f} s."
+    )
+
+
+def _machines(report: Mapping[str, Any]) -> Iterator[list[str]]:
+    """One row for each machine."""
+    faults: dict[int, list[str]] = {}
+    for incident in report["incidents"]:
+        doubt = "" if incident["named"] else "?"
+        for rank in incident["ranks"]:
+            faults.setdefault(rank, []).append(_WORDS[incident["manifestation"]] + doubt)
+    by_host: dict[str, list[Mapping[str, Any]]] = {}
+    for device in report["devices"]:
+        by_host.setdefault(device["host"], []).append(device)
+    for host, devices in by_host.items():
+        found = [
+            f"rank {each['rank']}: {listed(dict.fromkeys(faults[each['rank']]))}"
+            for each in devices
+            if each["rank"] in faults
+        ]
+        ranks = listed((each["rank"] for each in devices), most=8)
+        models = listed(dict.fromkeys(each["name"] for each in devices))
+        yield [host, ranks, models, "; ".join(found) or _FOUND_NOTHING]
+
+
+def _covered(coverage: Mapping[str, Any]) -> Iterator[list[str]]:
+    for name, times in coverage["layers"].items():
+        yield ["layer", name.removeprefix("layers."), str(times)]
+    for kind, counts in coverage["recipes"].items():
+        if kind != "layer":
+            visited = f"{counts['visited']} of {_counted(counts['targets'], 'target')}"
+            yield [kind.replace("_", " "), visited, str(counts["cycles"])]
+    for kind, count in coverage["links"].items():
+        yield ["link", f"{_counted(count, kind)}: all-reduce, all-gather, all-to-all", ""]
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
+def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    for head in heads:
+        made.add_column(head, overflow="fold")
+    for row in rows:
+        made.add_row(*map(Text, row))
+    return made
+
+
+def _stacked(parts: Sequence[Table | str]) -> str:
+    console = Console(width=columns() or WIDEST, highlight=False, markup=False, emoji=False)
+    with console.capture() as captured:
+        for part in parts:
+            if isinstance(part, Table):
+                console.print(part)
+            else:
+                console.out(wrapped(part, 2), highlight=False)
+    return "\n".join(line.rstrip() for line in captured.get().splitlines())
