@@ -61,7 +61,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.mark.parametrize("fault", ["stopped", "asleep"])
 def test_a_hung_job_is_restarted_and_ends_as_if_nothing_had_happened(fault: str, tmp_path: Path, alone: str):
     ended = run(tmp_path, fault, "restart")
-    assert (tmp_path / "suffered-0").exists()
+    assert (tmp_path / f"suffered-{CULPRIT}").exists()
     assert ended.returncode == 0, ended.stderr
     (decision,) = decisions(tmp_path)
     assert (decision.action, decision.ranks) == (Action.RESTART, (CULPRIT,))

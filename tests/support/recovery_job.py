@@ -1,7 +1,8 @@
-"""A script for torchrun: trains a small model, resumes, and in its first life suffers one fault.
+"""A script for torchrun: trains a small model, resumes, and suffers a fault once.
 
-Arguments: a folder; the fault: ``none``, ``stopped``, ``asleep``, ``raises``, ``corrupt`` or
-``always_corrupt``; and what SCOUT may do, separated by commas.
+Arguments: a folder; the fault: ``none``, ``stopped``, ``asleep``, ``raises``, ``corrupt``, ``lost``, ``two``,
+``again`` or ``always_corrupt``; what SCOUT may do, separated by commas; and ``apart`` if each machine has a
+disk and a memory of its own.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import os
 import signal
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -26,12 +28,17 @@ from torchscout import (
     ReplayConfig,
     enable_resiliency,
 )
+from torchscout.checkpoint.restart_plan import FOLDER_VARIABLE
+from torchscout.utils.identity import host_name
+from torchscout.utils.procfs import processes_with
 
 STEPS, FAULTY_STEP, CULPRIT = 24, 13, 1
 
 
 def suffer(fault: str, model: nn.Module) -> None:
-    if fault == "stopped":
+    if fault == "lost":
+        lose_machine()
+    elif fault == "stopped":
         os.kill(os.getpid(), signal.SIGSTOP)
     elif fault == "asleep":
         time.sleep(600)
@@ -42,8 +49,39 @@ def suffer(fault: str, model: nn.Module) -> None:
             next(model.parameters()).view(-1)[3] += 1e-3
 
 
+def lose_machine() -> None:
+    """Kill every process of this machine: the agent, its workers and their observers."""
+    # The variable is the agent's own; other jobs may use the same names of machines.
+    mine = processes_with(f"{FOLDER_VARIABLE}={os.environ[FOLDER_VARIABLE]}")
+    others = [os.getppid(), *mine]
+    for each in (*others, os.getpid()):
+        with suppress(ProcessLookupError):
+            os.kill(each, signal.SIGKILL)
+
+
+def fault_of(fault: str, rank: int, step: int, folder: Path) -> str:
+    """What happens to this rank now."""
+    if fault == "two" and step == FAULTY_STEP and rank in (0, CULPRIT):  # at once
+        fault = "stopped" if rank == CULPRIT else "asleep"
+    elif fault == "again" and rank == CULPRIT + 1 and (folder / f"suffered-{CULPRIT}").exists():
+        fault = "raises"  # as soon as the job has resumed
+    elif step != FAULTY_STEP or rank != CULPRIT:
+        return "none"
+    elif fault == "again":
+        fault = "corrupt"
+    mark = folder / f"suffered-{rank}"
+    if mark.exists() and fault != "always_corrupt":
+        return "none"
+    mark.touch()
+    return fault
+
+
 def main() -> None:
     folder, fault, act = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
+    directory = folder / "checkpoints"
+    if "apart" in sys.argv[4:]:
+        directory = folder / f"disk-{host_name()}"
+        os.environ["TORCHSCOUT_MEMORY"] = str(folder / f"memory-{host_name()}")
     dist.init_process_group("gloo")
     rank, life = dist.get_rank(), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     torch.manual_seed(0)
@@ -57,16 +95,14 @@ def main() -> None:
         optimizer,
         replay=ReplayConfig(interval=2),
         observer=ObserverConfig(min_silence_seconds=3.0, silence_multiple=3.0),
-        checkpoint=CheckpointConfig(folder / "checkpoints"),
+        checkpoint=CheckpointConfig(directory),
         parallelism=Parallelism(replica=dist.get_world_size()),
         run_dir=folder / f"run-{life}",
         recovery=RecoveryConfig(act=[each for each in act.split(",") if each]),
     )
     resumed = session.resume()
     for step in range(resumed.step, STEPS):
-        if step == FAULTY_STEP and rank == CULPRIT and (life == 0 or fault == "always_corrupt"):
-            (folder / f"suffered-{life}").touch()
-            suffer(fault, model)
+        suffer(fault_of(fault, rank, step, folder), model)
         optimizer.zero_grad()
         torch.manual_seed(1000 * step + rank)
         model(torch.randn(4, 16)).square().mean().backward()
@@ -74,6 +110,7 @@ def main() -> None:
         time.sleep(0.1)  # what an incident leads to happens within a few steps
     bits = hashlib.sha256(b"".join(each.detach().numpy().tobytes() for each in model.parameters()))
     answer = {"bits": bits.hexdigest(), "resumed": resumed.step, "reason": resumed.reason, "life": life}
+    answer |= {"source": resumed.source, "host": host_name()}
     (folder / f"rank-{rank}.json").write_text(json.dumps(answer))
     session.close()
     dist.barrier()

@@ -80,7 +80,16 @@ def _straggler(incident: Incident, config: RecoveryConfig) -> Decision:
     return _decision(incident, Action.CONTINUE, Failure.STRAGGLER, f"{costs}, less than a restart")
 
 
-_PROPOSED = {Manifestation.HANG: _hang, Manifestation.SDC: _sdc, Manifestation.STRAGGLER: _straggler}
+def _not_checked(incident: Incident, _: RecoveryConfig) -> Decision:
+    return _decision(incident, Action.CONTINUE, Failure.OTHER, "training is not affected")
+
+
+_PROPOSED = {
+    Manifestation.HANG: _hang,
+    Manifestation.SDC: _sdc,
+    Manifestation.STRAGGLER: _straggler,
+    Manifestation.NOT_CHECKED: _not_checked,
+}
 
 
 _PHASES = {f"time/{phase.value}" for phase in Phase}
@@ -127,7 +136,7 @@ def _escalated(proposed: Decision, restarts: Sequence[Decision]) -> Decision:
 
 
 def _decision(incident: Incident, action: Action, failure: Failure, why: str) -> Decision:
-    subject = "" if action is Action.INSPECT else f"{named(incident.ranks)} "
+    subject = "" if action is Action.INSPECT or not incident.ranks else f"{named(incident.ranks)} "
     return Decision(
         action=action,
         failure=failure,

@@ -17,14 +17,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torchscout.checkpoint.restart_plan import RestartPlan
+from torchscout.checkpoint.restart_plan import FOLDER_VARIABLE, RestartPlan
 from torchscout.communicators import Communicators, Job
 from torchscout.config import RecoveryConfig
 from torchscout.decision.policy import decide, is_allowed
 from torchscout.decision.record import Action, Decision, Incident
-from torchscout.decision.recorder import JsonlRecorder
+from torchscout.decision.recorder import record_one
 from torchscout.errors import RestartPlanError, ScoutError
 from torchscout.log import log
+from torchscout.observer.record.directory import End, RankEntry
+from torchscout.session.decision_command import start_command
 from torchscout.utils.text import listed
 
 if TYPE_CHECKING:
@@ -49,6 +51,8 @@ class Recovery:
     """Where the restart plan is written; without one, nothing is carried out."""
     checkpoints: CheckpointManager | None
     exit: Callable[[int], object] = os._exit
+    entry: RankEntry | None = None
+    """This rank's entry in the run directory."""
 
     @classmethod
     def agree(
@@ -63,6 +67,7 @@ class Recovery:
 
         Raises ``ScoutError`` on every rank if an earlier run decided to stop the job.
         """
+        folder = folder or os.environ.get(FOLDER_VARIABLE)
         plan = RestartPlan.first()
         try:
             plan = plan if folder is None else RestartPlan.read(Path(folder))
@@ -92,7 +97,9 @@ class Recovery:
         has_verified = self.checkpoints is None or self.checkpoints.has_verified()
         decision = decide(incident, self.plan.restarts, self.config, has_verified=has_verified)
         is_carried_out = self.can_act and is_allowed(decision, self.config)
-        decision = replace(decision, is_carried_out=is_carried_out)
+        named = [(rank, self.job.devices[rank]) for rank in decision.ranks if rank < len(self.job.devices)]
+        devices = tuple(f"rank {rank}: {device}" for rank, device in named if device)
+        decision = replace(decision, devices=devices, is_carried_out=is_carried_out)
         if self.job.rank == incident.logged_by:
             self._report(decision)
         elif is_carried_out:
@@ -109,22 +116,44 @@ class Recovery:
     def _report(self, decision: Decision) -> None:
         kept = "" if decision.is_carried_out else " (not carried out)" if self.config.act else " (dry run)"
         log.warning("decision%s: %s", kept, decision.sentence)
-        recorder = JsonlRecorder(self.job.run_dir, self.job.rank)
+        if decision.devices:
+            log.warning("named devices: %s", listed(decision.devices))
+        if self.config.on_decision:
+            start_command(self.config.on_decision, self.config.on_decision_seconds, decision)
         try:
-            recorder.record(decision)
-            recorder.close()
+            record_one(self.job.run_dir, self.job.rank, decision)
         except OSError as error:  # a full disk must not keep this rank from leaving
             log.warning("the decision could not be recorded: %s", error)
 
     def _leave(self, decision: Decision) -> None:
         assert self.folder is not None
-        try:
-            # All ranks write the same plan, each on its own machine.
-            self.plan.after(decision).write(Path(self.folder))
-        except OSError as error:
-            log.warning("the restart plan could not be written: %s", error)
-            if decision.action is Action.STOP:
-                return  # without the plan, the launcher would restart the job
+        agents = os.environ.get(FOLDER_VARIABLE)
+        folders = {Path(self.folder).absolute(), Path(agents or self.folder).absolute()}
+        are_written = [_write(self.plan.after(decision), each) for each in folders]
+        if decision.action is Action.STOP and not all(are_written):
+            return  # without the plan, the launcher would restart the job
+        self._record_end(decision)
         sys.stdout.flush()
         sys.stderr.flush()
         self.exit(EXIT_STATUS)
+
+    def _record_end(self, decision: Decision) -> None:
+        """Say that this rank ends on purpose: its launcher may have taken its exit status before its observer
+        sees it, which would then report a failure."""
+        if self.entry is None:
+            return
+        rank, record = self.entry.rank, self.entry.record
+        try:
+            End(rank, "interrupted", decision.step, record, decision.sentence).write(self.job.run_dir)
+        except OSError as error:
+            log.warning("the end of rank %d could not be recorded: %s", rank, error)
+
+
+def _write(plan: RestartPlan, folder: Path) -> bool:
+    """All ranks write the same plan, each on its own machine."""
+    try:
+        plan.write(folder)
+    except OSError as error:
+        log.warning("the restart plan could not be written: %s", error)
+        return False
+    return True

@@ -1,0 +1,233 @@
+"""How long a job takes from a fault to its first new step.
+
+    python benchmarks/recovery.py [--fault NAME ...] [--json] [--output FILE]
+
+Four torchrun agents, each with another name of a machine, run two Gloo ranks each on this machine. In step 13
+rank 3 is killed (``crash``), sleeps (``hang``) or has a wrong weight (``sdc``); SCOUT may act.
+The time is divided into ``detect``, until the incident is written; ``decide``, until the decision is;
+``stop``, until the last of the old workers is gone; ``rendezvous``, until all new workers have imported torch
+and joined the process group; ``attach``, until SCOUT is attached; ``restore``, until a checkpoint is loaded;
+and ``step``, until the first step has finished. ``scout`` is the sum of what SCOUT does: detect, decide,
+attach and restore. A crash is noticed by torchrun and by SCOUT at the same time: where torchrun is first,
+nothing is decided, and ``stop`` counts from the fault.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from torchscout import (
+    CheckpointConfig,
+    ObserverConfig,
+    Parallelism,
+    RecoveryConfig,
+    ReplayConfig,
+    enable_resiliency,
+)
+from torchscout.decision import recorder
+from torchscout.decision.record import Decision, Incident
+from torchscout.decision.recorder import Stamped
+
+AGENTS, RANKS_EACH = 4, 2
+RANKS = AGENTS * RANKS_EACH
+STEPS, FAULTY_STEP, CULPRIT = 20, 13, 3
+FAULTS = ("crash", "hang", "sdc")
+SECONDS = 240.0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--fault", action="append", choices=FAULTS, help="only this one; may be repeated")
+    parser.add_argument("--json", action="store_true", help="print one JSON document and nothing else")
+    parser.add_argument("--output", type=Path, help="write the JSON document to this file")
+    parser.add_argument("--worker", nargs=2, metavar=("FOLDER", "FAULT"), help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.worker:
+        train(Path(arguments.worker[0]), arguments.worker[1])
+        return
+    load = os.getloadavg()[0]
+    report: dict[str, Any] = {
+        "date": datetime.date.today().isoformat(),
+        "cores": os.cpu_count(),
+        "load": load,
+        "ranks": RANKS,
+        "agents": AGENTS,
+        "versions": {"torch": torch.__version__, "python": platform.python_version()},
+        "seconds": {fault: measured(fault) for fault in arguments.fault or FAULTS},
+    }
+    document = json.dumps(report, indent=2)
+    if arguments.output:
+        arguments.output.write_text(document + "\n")
+    print(document if arguments.json else table(report))
+
+
+def table(report: dict[str, Any]) -> str:
+    lines = [f"{report['ranks']} ranks, {report['cores']} cores, load {report['load']:.1f}"]
+    for fault, seconds in report["seconds"].items():
+        parts = ", ".join(f"{name} {value:.2f}" for name, value in seconds.items())
+        lines.append(f"{fault:6} {parts} s")
+    return "\n".join(lines)
+
+
+def measured(fault: str) -> dict[str, float]:
+    """Run the job to its end, and return the parts of the time from the fault to the first new step."""
+    with tempfile.TemporaryDirectory(prefix="scout-recovery-") as name:
+        folder = Path(name)
+        agents = [start_agent(folder, fault, number) for number in range(AGENTS)]
+        try:
+            stopped = watch(folder, agents)
+        finally:
+            for agent in agents:
+                agent.terminate()  # an agent that is killed leaves its workers behind
+            for agent in agents:
+                agent.wait()
+        return parts_of(folder, stopped)
+
+
+def start_agent(folder: Path, fault: str, number: int) -> subprocess.Popen[bytes]:
+    port_file = folder / "port"
+    if not port_file.exists():
+        with socket.socket() as probe:
+            probe.bind(("localhost", 0))
+            port_file.write_text(str(probe.getsockname()[1]))
+    command = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={AGENTS}"]
+    command += [f"--nproc-per-node={RANKS_EACH}", "--max-restarts=3", "--monitor-interval=0.2"]
+    command += ["--rdzv-backend=c10d", "--rdzv-id=job", f"--rdzv-endpoint=localhost:{port_file.read_text()}"]
+    command += [
+        "--rdzv-conf",
+        f"is_host={int(number == 0)},last_call_timeout=2",
+        f"--local-addr={own_address()}",
+    ]
+    environment = {
+        "TORCHSCOUT_HOST": f"node-{number}",
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # for restarts over Gloo: see docs/doctor.md
+        "TORCHSCOUT_MEMORY": str(folder / f"memory-{number}"),
+        "OMP_NUM_THREADS": "1",
+    }
+    with (folder / f"agent-{number}.txt").open("wb") as log:
+        return subprocess.Popen(
+            [*command, __file__, "--worker", str(folder), fault],
+            stdout=log,
+            stderr=log,
+            env=os.environ | environment,
+            start_new_session=True,
+        )
+
+
+def own_address() -> str:
+    """An address of this machine that is not loopback: ranks of different machines need one."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect(("203.0.113.1", 9))  # sends nothing
+        return str(probe.getsockname()[0])
+
+
+def watch(folder: Path, agents: list[subprocess.Popen[bytes]]) -> float:
+    """Wait for the job to end, and return when the last worker of its first start was gone."""
+    deadline, stopped = time.time() + SECONDS, 0.0
+    while any(agent.poll() is None for agent in agents):
+        if time.time() > deadline:
+            logs = "\n".join(path.read_text() for path in sorted(folder.glob("agent-*.txt")))
+            raise TimeoutError(f"the job did not end within {SECONDS:.0f} s\n{logs[-20_000:]}")
+        first = [path.name.split("-")[1] for path in folder.glob("worker-*-0")]
+        if not stopped and len(first) == RANKS and not any(Path("/proc", each).exists() for each in first):
+            stopped = time.time()
+        time.sleep(0.02)
+    if failed := [agent.returncode for agent in agents if agent.returncode]:
+        raise RuntimeError(f"agents ended with {failed}: {(folder / 'agent-0.txt').read_text()[-5000:]}")
+    return stopped
+
+
+def parts_of(folder: Path, stopped: float) -> dict[str, float]:
+    fault = float((folder / "fault").read_text())
+    path = folder / "run" / "incidents.jsonl"
+    lines = [line for line in recorder.read(path) if isinstance(line, Stamped)] if path.exists() else []
+    found = {type(line.item): line.time for line in reversed(lines)}  # the first one of each
+    points = [("fault", fault), ("detect", found.get(Incident)), ("decide", found.get(Decision))]
+    points += [("stop", stopped), *((name, last(folder, name)) for name in ("rendezvous", "attach"))]
+    points += [("restore", last(folder, "restore")), ("step", last(folder, "step"))]
+    parts, before = {}, fault
+    for name, at in points[1:]:
+        if at is not None and at >= before:
+            parts[name], before = at - before, at
+    scout = sum(parts.get(name, 0.0) for name in ("detect", "decide", "attach", "restore"))
+    return parts | {"scout": scout, "whole": before - fault}
+
+
+def last(folder: Path, name: str) -> float:
+    """When the last rank of the second start was there."""
+    return max(float(path.read_text()) for path in folder.glob(f"{name}-*"))
+
+
+def train(folder: Path, fault: str) -> None:
+    life = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    (folder / f"worker-{os.getpid()}-{life}").touch()
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+
+    def mark(name: str) -> None:
+        if life == 1:
+            (folder / f"{name}-{rank}").write_text(repr(time.time()))
+
+    mark("rendezvous")
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda each: dist.all_reduce(each.grad))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    session = enable_resiliency(
+        model,
+        optimizer,
+        replay=ReplayConfig(interval=1),
+        observer=ObserverConfig(min_silence_seconds=3.0),
+        checkpoint=CheckpointConfig(folder / "checkpoints"),
+        parallelism=Parallelism(replica=RANKS),
+        run_dir=folder / "run",
+        recovery=RecoveryConfig(act=["restart", "replace"]),
+    )
+    mark("attach")
+    session.resume()
+    mark("restore")
+    for step in range(session.step, STEPS):
+        if (step, rank, life) == (FAULTY_STEP, CULPRIT, 0):
+            (folder / "fault").write_text(repr(time.time()))
+            suffer(fault, model)
+        optimizer.zero_grad()
+        torch.manual_seed(1000 * step + rank)
+        model(torch.randn(4, 64)).square().mean().backward()
+        optimizer.step()
+        if not (folder / f"step-{rank}").exists():
+            mark("step")
+        time.sleep(0.3)  # what an incident leads to happens before the job ends
+    session.close()
+    dist.barrier()
+    os._exit(0)  # destroy_process_group() may deadlock over Gloo
+
+
+def suffer(fault: str, model: nn.Module) -> None:
+    if fault == "crash":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif fault == "hang":
+        time.sleep(600)
+    else:
+        with torch.no_grad():
+            next(model.parameters()).view(-1)[3] += 1e-3
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,257 @@
+"""``torchrun --rdzv-backend=scout``: quarantined machines stay out, and standbys take their places."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.ranks.test_recovery import run
+from tests.support.recovery_job import CULPRIT
+from tests.support.small_job import until
+from tests.support.torchrun_agents import ROOT, Agents, installed, running_agents
+from torchscout.checkpoint.restart_plan import RestartPlan
+from torchscout.decision.record import Action, Decision, Failure
+from torchscout.decision.recorder import IncidentLog
+
+slow = pytest.mark.slow
+
+
+class Job:
+    """A job of workers that say where they run, and fail or end when they are asked to."""
+
+    def __init__(self, folder: Path, agents: Agents) -> None:
+        self.folder, self.agents = folder, agents
+        self._seen: set[Path] = set()
+
+    def started(self, count: int) -> list[str]:
+        """Wait until so many workers have started since the last call, and return their machines."""
+        until(lambda: len(self._new()) >= count, f"{count} workers start", 90.0)
+        new = self._new()
+        self._seen |= new
+        assert {json.loads(each.read_text())[1] for each in new} == {str(count)}, "the size of the job"
+        return sorted(each.name.split("-")[1] for each in new)
+
+    def _new(self) -> set[Path]:
+        return {each for each in self.folder.glob("started-*") if each.read_text()} - self._seen
+
+    def fail(self, exclude: str = "") -> None:
+        for each in self._seen:
+            (self.folder / f"fail-{each.name.split('-')[2]}").write_text(exclude)
+
+    def stays(self, seconds: float = 5.0) -> None:
+        """Check that no worker is restarted."""
+        time.sleep(seconds)
+        assert not self._new()
+
+    def end(self) -> None:
+        (self.folder / "end").touch()
+
+
+@pytest.fixture
+def job(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Job]:
+    nodes = getattr(request, "param", "2")
+    script = ["-m", "tests.support.agent_job", str(tmp_path)]
+    options = [f"--nnodes={nodes}", "--nproc-per-node=1", "--max-restarts=5"]
+    with running_agents(tmp_path, installed(tmp_path / "site"), script, *options) as agents:
+        yield Job(tmp_path, agents)
+
+
+@slow
+def test_one_agent_too_many_waits_and_a_restart_keeps_the_machines(job: Job):
+    """A standby neither restarts a job that is complete nor displaces a machine that has its state."""
+    job.agents.start("a", hosts_store=True)
+    job.agents.start("b")
+    assert job.started(2) == ["a", "b"]
+    job.agents.start("c", join_timeout="6")  # which does not count while it waits
+    job.agents.until_said("c", "this machine, c, is a standby: the job has all machines that it needs")
+    job.fail()
+    assert job.started(2) == ["a", "b"]
+    job.stays(10)
+    job.end()
+    assert job.agents.wait("a", "b", "c") == [0, 0, 0], job.agents.everything()
+
+
+@slow
+def test_a_standby_replaces_a_quarantined_machine_and_its_relaunched_agent_stays_out(job: Job):
+    """Also if that machine hosts the store: its agent does not exit."""
+    job.agents.start("a", hosts_store=True)
+    job.agents.start("b")
+    assert job.started(2) == ["a", "b"]
+    job.agents.start("c")
+    job.agents.until_said("c", "is a standby")
+    job.fail(exclude="a")
+    assert job.started(2) == ["b", "c"]
+    refused = "is quarantined and runs no workers. Replace a: it is bad. This agent waits until the job ends."
+    job.agents.until_said("a", f"this machine, a, {refused}")
+    job.agents.start("relaunched", host="a")
+    job.agents.until_said("relaunched", f"this machine, a, {refused}")
+    job.stays()
+    job.fail()
+    assert job.started(2) == ["b", "c"]
+    job.end()
+    assert job.agents.wait("a", "b", "c", "relaunched") == [0, 0, 0, 0], job.agents.everything()
+
+
+@slow
+def test_with_an_empty_pool_the_job_says_so_and_continues_with_a_late_standby(job: Job):
+    job.agents.start("a", hosts_store=True)
+    job.agents.start("b")
+    assert job.started(2) == ["a", "b"]
+    job.fail(exclude="b")
+    job.agents.until_said(
+        "a", "1 of 2 machines have joined the job, and b must not. Start torchrun on another"
+    )
+    job.agents.start("c")
+    assert job.started(2) == ["a", "c"]
+    job.end()
+    assert job.agents.wait("a", "b", "c") == [0, 0, 0], job.agents.everything()
+
+
+@slow
+def test_with_an_empty_pool_the_job_ends_after_the_time_to_join(job: Job):
+    job.agents.start("a", hosts_store=True, join_timeout="15")
+    job.agents.start("b", join_timeout="15")
+    assert job.started(2) == ["a", "b"]
+    job.fail(exclude="b")
+    status, quarantined = job.agents.wait("a", "b")
+    assert (status != 0, quarantined) == (True, 0), job.agents.everything()
+    assert "the job ends: too few machines joined in time" in job.agents.said("a")
+    assert "the job has ended without this machine, b" in job.agents.said("b")
+
+
+@slow
+@pytest.mark.parametrize("job", ["1:2"], indirect=True)
+def test_a_job_that_may_be_smaller_goes_on_without_the_quarantined_machine(job: Job):
+    job.agents.start("a", hosts_store=True)
+    job.agents.start("b")
+    assert job.started(2) == ["a", "b"]
+    job.fail(exclude="b")
+    assert job.started(1) == ["a"]
+    job.stays()
+    job.end()
+    assert job.agents.wait("a", "b") == [0, 0], job.agents.everything()
+
+
+@slow
+def test_without_the_machine_of_the_store_the_job_ends_with_a_reason(job: Job):
+    job.agents.start("a", hosts_store=True)
+    job.agents.start("b")
+    assert job.started(2) == ["a", "b"]
+    job.agents.start("c")
+    job.agents.until_said("c", "is a standby")
+    os.killpg(job.agents.started["a"].pid, signal.SIGKILL)
+    status, standby = job.agents.wait("b", "c")
+    job.end()  # for the worker of the agent that was killed
+    assert (status != 0, standby) == (True, 0), job.agents.everything()
+    assert f"the store of the rendezvous, localhost:{job.agents.port}, cannot be" in job.agents.said("b")
+    assert "with --rdzv-endpoint on another machine" in job.agents.said("b")
+
+
+def plan(action: Action, *hosts: str) -> RestartPlan:
+    sentence = f"{action.value}: something is wrong."
+    return RestartPlan.first().after(
+        Decision(step=1, action=action, failure=Failure.SDC, ranks=(), hosts=hosts, sentence=sentence)
+    )
+
+
+@slow
+def test_a_plan_on_one_machine_keeps_another_out_when_the_job_is_started_again(job: Job):
+    plan(Action.REPLACE, "b").write(job.folder / "plan")
+    job.agents.start("b", hosts_store=True)  # joins, and leaves when it learns of the plan
+    time.sleep(8)
+    job.agents.start("a", plan=str(job.folder / "plan"))
+    job.agents.start("c")
+    assert job.started(2) == ["a", "c"]
+    job.agents.until_said("b", "this machine, b, is quarantined")
+    job.end()
+    assert job.agents.wait("a", "b", "c") == [0, 0, 0], job.agents.everything()
+
+
+@slow
+def test_a_job_that_was_stopped_does_not_start(job: Job):
+    plan(Action.STOP).write(job.folder / "plan")
+    job.agents.start("a", hosts_store=True, plan=str(job.folder / "plan"))
+    assert job.agents.wait("a")[0] != 0
+    assert "An earlier run decided: stop: something is wrong." in job.agents.said("a")
+    assert not [*job.folder.glob("started-*")]
+
+
+@slow
+def test_corruption_is_replaced_by_a_standby_and_the_job_ends_as_if_nothing_had_happened(tmp_path: Path):
+    """Three machines of one rank train, and a fourth one waits; no setting tells the agents where to look."""
+    alone = tmp_path / "alone"
+    assert run(alone, "none", "").returncode == 0
+    folder = tmp_path / "job"
+    folder.mkdir()
+    script = ["-m", "tests.support.recovery_job", str(folder), "corrupt", "restart,replace"]
+    address = own_address()
+    options = ["--nnodes=3", "--nproc-per-node=1", "--max-restarts=5", f"--local-addr={address}"]
+    with running_agents(folder, installed(tmp_path / "site"), script, *options) as agents:
+        names = ["a", "b", "c"]
+        for name in names:
+            agents.start(name, hosts_store=name == "a")
+            time.sleep(1)  # ranks are in the order of process ids
+        agents.until_said("a", "attached to 3 ranks on 3 machines")
+        agents.start("d")
+        assert agents.wait(*names, "d", seconds=200) == [0, 0, 0, 0], agents.everything()
+        (decision,) = IncidentLog.read(folder / "run-0").decisions
+        assert (decision.action, decision.ranks, len(decision.hosts)) == (Action.REPLACE, (CULPRIT,), 1)
+        (bad,) = decision.hosts
+        assert f"this machine, {bad}, is quarantined" in agents.said(bad)
+        assert "excluded machines" not in agents.everything()
+    bits = [json.loads((each / "rank-0.json").read_text())["bits"] for each in (alone, folder)]
+    assert bits[0] == bits[1]
+    assert RestartPlan.read(folder / "checkpoints").excluded == (bad,)
+
+
+def own_address() -> str:
+    """An address of this machine that is not loopback: ranks of different machines need one."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("203.0.113.1", 9))  # sends nothing
+        except OSError:
+            pytest.skip("this machine has no network")
+        return probe.getsockname()[0]
+
+
+MODULES = "import sys, torch.distributed.run; print(*sorted(each for each in sys.modules if {}))"
+
+
+def modules(path: str, which: str) -> list[str]:
+    """Import what torchrun imports, and list the modules."""
+    command = [sys.executable, "-c", MODULES.format(which)]
+    environment = os.environ | {"PYTHONPATH": path}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert done.stderr == ""
+    return done.stdout.split()
+
+
+@slow
+def test_a_torchrun_of_another_job_imports_nothing_but_the_entry_point(tmp_path: Path):
+    path = installed(tmp_path / "site")
+    entry_point = ["torchscout", "torchscout.plugins", "torchscout.plugins.torchrun"]
+    assert modules(path, "each.startswith('torchscout')") == entry_point
+    without = tmp_path / "without" / "torchscout-0.0.0.dist-info"  # hides the installed one
+    without.mkdir(parents=True)
+    (without / "METADATA").write_text("Metadata-Version: 2.1\nName: torchscout\nVersion: 0.0.0\n")
+    (without / "entry_points.txt").touch()
+    before = modules(os.pathsep.join([str(ROOT), str(without.parent)]), "True")
+    assert sorted({*modules(path, "True")} - {*before}) == entry_point
+
+
+@slow
+def test_a_torchrun_of_another_job_prints_nothing_new(tmp_path: Path):
+    command = [sys.executable, "-m", "torch.distributed.run", "--rdzv-backend=c10d"]
+    command += ["--rdzv-endpoint=localhost:0", "--nproc-per-node=1", "--no-python", "true"]
+    environment = os.environ | {"PYTHONPATH": installed(tmp_path / "site")}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=60)
+    assert "scout" not in done.stderr + done.stdout

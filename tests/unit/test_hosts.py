@@ -1,0 +1,149 @@
+"""`scout hosts`, and the recipes of docs/recovery.md with stand-ins for Slurm's and Kubernetes' commands."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from tests.unit.test_policy import SDC, decided
+from torchscout.checkpoint.restart_plan import RestartPlan
+from torchscout.cli.main import app
+from torchscout.decision.record import Action, Decision, Failure
+from torchscout.decision.recorder import JsonlRecorder
+from torchscout.observer.record.directory import RankEntry
+
+ROOT = Path(__file__).parents[2]
+
+
+def replacing(*hosts: str) -> Decision:
+    return Decision(
+        step=3,
+        action=Action.REPLACE,
+        failure=Failure.SDC,
+        ranks=(1,),
+        hosts=hosts,
+        sentence=f"Replace {hosts[0]}: wrong numbers.",
+    )
+
+
+STOP = Decision(step=3, action=Action.STOP, failure=Failure.SDC, ranks=(), hosts=(), sentence="Stop the job.")
+
+
+def ask(*arguments: object) -> tuple[int, str]:
+    done = CliRunner().invoke(app, ["hosts", *map(str, arguments)])
+    assert isinstance(done.exception, SystemExit | None), done.exc_info
+    return done.exit_code, done.stdout
+
+
+def test_a_plan_lists_the_excluded_machines_with_reasons(tmp_path: Path):
+    plan = RestartPlan.first().after(replacing("node-3", "node-5")).after(replacing("node-7"))
+    plan.write(tmp_path)
+    assert ask(tmp_path) == (3, "node-3\nnode-5\nnode-7\n")
+    assert ask(tmp_path, "--format", "slurm", "--exclude-file", tmp_path / "out") == (
+        3,
+        "node-3,node-5,node-7\n",
+    )
+    assert (tmp_path / "out").read_text() == "node-3,node-5,node-7\n"
+    report = json.loads(ask(tmp_path, "--json")[1])
+    assert report["excluded"]["node-7"] == "Replace node-7: wrong numbers."
+
+
+def test_a_run_directory_lists_what_a_dry_run_would_replace(tmp_path: Path):
+    RankEntry.own(1, tmp_path / "record", 2, device="GPU-1").write(tmp_path)
+    entry = json.loads((tmp_path / "ranks" / "rank-1.json").read_text())
+    recorder = JsonlRecorder(tmp_path, 0)
+    recorder.record(replacing(entry["host"]))
+    recorder.record(decided(SDC))
+    recorder.close()
+    status, output = ask(tmp_path, "--json")
+    report = json.loads(output)
+    assert (status, [*report["excluded"]]) == (3, [entry["host"], "node-1"])
+    assert (report["used"], report["devices"]) == ([entry["host"]], {"1": "GPU-1"})
+
+
+def test_without_excluded_machines_the_status_is_0_and_the_file_empty(tmp_path: Path):
+    assert ask(tmp_path, "--exclude-file", tmp_path / "out") == (0, "\n")
+    assert (tmp_path / "out").read_text() == ""
+
+
+def test_a_stopped_job_has_its_own_status(tmp_path: Path):
+    RestartPlan.first().after(replacing("node-3")).after(STOP).write(tmp_path)
+    status, output = ask(tmp_path, "--json")
+    assert (status, json.loads(output)["stopped"]) == (4, "Stop the job.")
+
+
+def test_what_is_no_name_of_a_machine_reaches_no_command(tmp_path: Path):
+    plan = RestartPlan.first().after(replacing("node-3", "--all", "a b", "x;reboot", "y\nz"))
+    plan.write(tmp_path)
+    assert ask(tmp_path) == (3, "node-3\n")
+
+
+def test_a_damaged_plan_is_refused(tmp_path: Path):
+    RestartPlan.path(tmp_path).write_text("{")
+    RestartPlan.path(tmp_path).chmod(0o600)
+    assert ask(tmp_path)[0] == 2
+
+
+def recipe(name: str) -> str:
+    """The code that docs/recovery.md gives under this name."""
+    text = (ROOT / "docs" / "recovery.md").read_text()
+    found = re.search(rf"<!-- recipe: {re.escape(name)} -->\n```\w+\n(.*?)```", text, re.DOTALL)
+    assert found is not None, name
+    return found[1]
+
+
+@pytest.fixture
+def stand_ins(tmp_path: Path) -> dict[str, str]:
+    """An environment whose schedulers write down how they were called; srun fails, as a job does."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    scripts = {
+        name: f'printf "%s\\n" "{name} $*" >> "{tmp_path}/calls"'
+        for name in ("sbatch", "scontrol", "kubectl")
+    }
+    scripts |= {"srun": "exit 1", "scout": f'exec {sys.executable} -m torchscout "$@"'}
+    for name, script in scripts.items():
+        (folder / name).write_text(f"#!/bin/sh\n{script}\n")
+        (folder / name).chmod(0o755)
+    path = os.pathsep.join([str(folder), os.environ["PATH"]])
+    return os.environ | {"PATH": path, "PYTHONPATH": str(ROOT), "SLURM_NNODES": "4", "HEAD": "head:29400"}
+
+
+def calls(folder: Path) -> list[str]:
+    path = folder / "calls"
+    return path.read_text().splitlines() if path.exists() else []
+
+
+CALLED = {
+    "slurm": [
+        "scontrol update NodeName=node-3,node-5 State=DRAIN Reason=torchscout",
+        "sbatch --exclude=node-3,node-5 train.sbatch",
+    ],
+    "kubernetes": ["kubectl cordon node-3", "kubectl cordon node-5"],
+}
+
+
+@pytest.mark.parametrize("name", CALLED)
+def test_the_recipe_acts_on_excluded_machines_only(name: str, tmp_path: Path, stand_ins: dict[str, str]):
+    (tmp_path / "checkpoints").mkdir()
+    command = ["sh", "-c", recipe(name)]
+    subprocess.run(command, cwd=tmp_path, env=stand_ins, check=False, timeout=60)
+    assert calls(tmp_path) == [], "nothing was decided"
+    RestartPlan.first().after(replacing("node-3", "node-5")).write(tmp_path / "checkpoints")
+    subprocess.run(command, cwd=tmp_path, env=stand_ins, check=False, timeout=60)
+    assert calls(tmp_path) == CALLED[name]
+
+
+def test_the_recipe_for_a_command_cordons_at_once(tmp_path: Path, stand_ins: dict[str, str]):
+    command = [sys.executable, "-c", recipe("cordon.py")]
+    for decision in (STOP, replacing("node-3", "node-5")):
+        document = json.dumps(decision.to_json())
+        subprocess.run(command, input=document, text=True, env=stand_ins, check=True, timeout=60)
+    assert calls(tmp_path) == CALLED["kubernetes"]
