@@ -1,0 +1,155 @@
+"""The report in a real browser: headless Chromium, without a network.
+
+Needs ``pip install "torchscout[browser-tests]"`` and Debian's ``chromium``, or one that CHROMIUM names.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.large_run import HUNG, LARGE, SLOW, write_large_run
+from tests.unit.test_report import write_run
+from torchscout.report.document import document_of
+from torchscout.report.page import page
+from torchscout.report.reading import read_run
+
+playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium")
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium in PATH; set CHROMIUM")
+QUIET = ("--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--disable-background-networking")
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with playwright.sync_playwright() as driver:
+        started = driver.chromium.launch(executable_path=CHROMIUM, args=[*QUIET])
+        yield started
+        started.close()
+
+
+@contextmanager
+def opened(browser: Any, run_dir: Path, **settings: Any) -> Iterator[Any]:
+    """Open the report on a run. Fails if the page logs, raises, requests anything or exceeds the screen."""
+    target = run_dir.parent / "report.html"
+    target.write_text(page(document_of(read_run(run_dir))))
+    shown = browser.new_page(**settings)
+    said: list[str] = []
+    shown.on("console", lambda message: said.append(message.text))
+    shown.on("pageerror", lambda error: said.append(str(error)))
+    shown.on("dialog", lambda dialog: said.append(dialog.message))
+    shown.on("request", lambda request: said.append(request.url))
+    shown.goto(target.as_uri())
+    try:
+        yield shown
+        assert said == [target.as_uri()]
+        assert shown.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    finally:
+        shown.close()
+
+
+@pytest.mark.parametrize("width", [1440, 390])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_the_named_rank_its_evidence_and_the_way_back(width: int, scheme: str, browser: Any, tmp_path: Path):
+    write_run(tmp_path / "run")
+    with opened(
+        browser, tmp_path / "run", viewport={"width": width, "height": 900}, color_scheme=scheme
+    ) as shown:
+        first = shown.locator("#incidents li").first
+        assert "Rank 2 disagrees." in first.inner_text()
+        assert "host node-1, device cuda:0" in first.inner_text()
+        assert "Replace machine node-1." in first.inner_text()
+        cell = shown.locator("#mesh .cell.mark-sdc")
+        assert cell.get_attribute("data-rank") == "2"
+        assert cell.inner_text().split() == ["C", "2"], "a letter, and not only a colour"
+        assert shown.locator("#mesh .cell.mark-waits").count() == 2
+        assert "rank 1" in shown.locator("#incident-2 svg.waits").text_content()
+        first.get_by_role("link").click()
+        assert shown.url.endswith("#incident-1")
+        shown.locator("#incident-1").get_by_role("link", name="back to the summary").click()
+        assert shown.url.endswith("#incidents")
+        assert shown.locator("#timeline .line-verified").count() == 2, "the drawing and its key"
+        assert shown.locator("#strip-0 .dot-out").count() == 1
+        assert "the kernel is not deterministic" in shown.locator("#coverage").inner_text()
+
+
+def test_the_keyboard_reaches_ranks(browser: Any, tmp_path: Path):
+    write_run(tmp_path / "run")
+    with opened(browser, tmp_path / "run") as shown:
+        shown.locator("#mesh .cell").first.focus()
+        shown.keyboard.press("ArrowDown")
+        shown.keyboard.press("ArrowDown")
+        shown.keyboard.press("Enter")
+        assert "Rank 2" in shown.locator("#mesh .detail").inner_text()
+        assert shown.locator("#mesh .detail a").first.get_attribute("href") == "#incident-1"
+
+
+def test_a_large_job_opens_from_machines_to_ranks(browser: Any, tmp_path: Path):
+    write_large_run(tmp_path / "run", LARGE)
+    with opened(browser, tmp_path / "run") as shown:
+        assert shown.locator("#mesh .tile").count() == LARGE // 8
+        assert f"node-{HUNG // 8:04d}" in shown.locator("#mesh .tile").first.inner_text()
+        drill = """() => {
+            const began = performance.now();
+            document.querySelector("#mesh .tile").click();
+            document.querySelector("#mesh .drilled").getBoundingClientRect();
+            return performance.now() - began;
+        }"""
+        assert shown.evaluate(drill) < 2000
+        assert shown.locator("#mesh .drilled .cell").count() == 8
+        shown.locator(f'#mesh .drilled [data-rank="{HUNG}"]').click()
+        assert "killed after step 40" in shown.locator("#mesh .detail").inner_text()
+        group = """(name) => {
+            const began = performance.now(), select = document.getElementById("mesh-by");
+            select.value = name;
+            select.dispatchEvent(new Event("change"));
+            document.querySelector("#mesh .tile").click();
+            document.querySelector("#mesh .drilled").getBoundingClientRect();
+            return performance.now() - began;
+        }"""
+        assert shown.evaluate(group, "replica") < 2000
+        assert shown.locator("#mesh .drilled .cell").count() == 256
+        shown.locator("#find-rank").fill(str(SLOW))
+        shown.keyboard.press("Enter")
+        assert f"node-{SLOW // 8:04d}" in shown.locator("#mesh .detail").inner_text()
+        assert "16,383 ranks" in shown.locator("#incident-2 svg.waits").text_content()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "</script><script>window.pwned=1</script>",
+        "<img src=x onerror=window.pwned=1>",
+        "\"><svg onload=window.pwned=1>'",
+        "\x1b[31mred\x1b[0m \u202egnp.exe",
+        "n" * 10_000,
+    ],
+    ids=["script", "image", "quotes", "terminal", "long"],
+)
+def test_hostile_texts_are_shown_as_they_are(text: str, browser: Any, tmp_path: Path):
+    write_run(tmp_path / "run", host=text)
+    with opened(browser, tmp_path / "run", viewport={"width": 390, "height": 900}) as shown:
+        assert shown.evaluate("window.pwned") is None
+        assert shown.locator("script").count() == 2
+        assert shown.locator("img").count() == 0
+        where = shown.locator("#incidents .where").first.inner_text()
+        assert "\x1b" not in where
+        assert "\u202e" not in where
+        begin = text.replace("\x1b", "\\u001b").replace("\u202e", "\\u202e")[:80]
+        assert begin in where
+
+
+def test_damage_is_announced_at_the_top(browser: Any, tmp_path: Path):
+    write_run(tmp_path / "run")
+    with (tmp_path / "run" / "incidents.jsonl").open("ab") as file:
+        file.write(b'{"schema": 1, "kind": "incid')
+    with opened(browser, tmp_path / "run") as shown:
+        assert "could not be read" in shown.get_by_role("note").inner_text()
+        assert "incidents.jsonl" in shown.locator("#problems").inner_text()
+        assert shown.locator("#incidents li").count() == 2

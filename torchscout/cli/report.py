@@ -1,0 +1,50 @@
+"""`scout report`: a run directory as one HTML page."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from torchscout.cli.console import AsJson, write_file
+from torchscout.cli.status import newest_run
+from torchscout.report.document import document_of
+from torchscout.report.page import page
+from torchscout.report.reading import is_run, read_run
+
+__all__ = ["report"]
+
+
+def report(
+    run_dir: Annotated[
+        Path | None,
+        typer.Argument(
+            help="The job's run directory, scout-run-...; by default the newest one in this folder."
+        ),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="The page; by default report.html, or none with --json."),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write what happened in a run, and the evidence for it, as one HTML page that needs no network.
+
+    The page has stacks and host names: share it as you would share a log.
+    """
+    folder = newest_run(Path.cwd()) if run_dir is None else run_dir
+    if not is_run(folder):
+        problem = f"{folder} is not a run directory: it has no incidents.jsonl, records/ or ranks/"
+        raise typer.BadParameter(problem, param_hint="RUN_DIR")
+    run = read_run(folder)
+    document = document_of(run)
+    if output is not None or not as_json:
+        write_file(target := output or Path("report.html"), page(document))
+    if as_json:
+        print(json.dumps(document, indent=2))
+        return
+    print(f"{document['sentence']}\nThe report is in {target}.")
+    for problem in run.problems[:3]:
+        typer.echo(f"Not readable: {problem}", err=True)

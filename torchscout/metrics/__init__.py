@@ -1,0 +1,1 @@
+"""What monitoring shows of a job: Prometheus, OpenTelemetry, TensorBoard and Weights & Biases."""

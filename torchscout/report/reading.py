@@ -1,0 +1,209 @@
+"""Reads a run directory: what is damaged or foreign is noted, and the rest is used."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from torchscout.decision.record import (
+    Agreements,
+    Decision,
+    EvidenceRecord,
+    Incident,
+    Resolved,
+    Started,
+    Trust,
+)
+from torchscout.decision.recorder import (
+    HISTORY_FILE,
+    INCIDENTS_FILE,
+    RECORDS_FOLDER,
+    IncidentLog,
+    Problem,
+    Stamped,
+    read,
+)
+from torchscout.observer.record.directory import End, RankEntry, read_ends, read_roster_entries
+from torchscout.report.comparisons import Comparisons
+
+__all__ = ["MOST_PROBLEMS", "Reported", "Run", "is_run", "read_run"]
+
+MOST_PROBLEMS = 200
+"""Problems that are kept in words; further ones are counted."""
+
+
+_MOST_RANKS = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Reported:
+    """An incident, and when it was written."""
+
+    incident: Incident
+    time: float
+    end: Resolved | None
+
+
+@dataclass(slots=True)
+class Run:
+    """What the files of a run directory contain."""
+
+    run_dir: str
+    entries: list[RankEntry] = field(default_factory=list)
+    ends: list[End] = field(default_factory=list)
+    """Those of the sessions in ``entries``; the end of an earlier session of a rank is out of date."""
+    incidents: list[Reported] = field(default_factory=list)
+    resolved: list[tuple[float, Resolved]] = field(default_factory=list)
+    decisions: list[tuple[float, Decision]] = field(default_factory=list)
+    starts: list[tuple[float, Started]] = field(default_factory=list)
+    trust: list[tuple[float, Trust]] = field(default_factory=list)
+    comparisons: Comparisons = field(default_factory=Comparisons)
+    with_records: set[int] = field(default_factory=set)
+    """Ranks with a file of records."""
+    problems: list[str] = field(default_factory=list)
+    unlisted: int = 0
+    """Problems beyond ``MOST_PROBLEMS``."""
+
+    def note(self, problem: object) -> None:
+        if len(self.problems) < MOST_PROBLEMS:
+            self.problems.append(str(problem))
+        else:
+            self.unlisted += 1
+
+
+def _is_int(value: Any) -> bool:
+    return type(value) is int and abs(value) < 1 << 53
+
+
+def _is_number(value: Any) -> bool:
+    return _is_int(value) or (isinstance(value, float) and math.isfinite(value))
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _are_ranks(value: Any) -> bool:
+    return isinstance(value, tuple) and all(type(each) is int and 0 <= each < _MOST_RANKS for each in value)
+
+
+def _are_texts(value: Any) -> bool:
+    return isinstance(value, tuple) and all(map(_is_text, value))
+
+
+_VALID: dict[str, Callable[[Any], bool]] = {
+    "int": _is_int,
+    "float": _is_number,
+    "bool": lambda value: isinstance(value, bool),
+    "str": _is_text,
+    "Surface": _is_text,
+    "tuple[int, ...]": _are_ranks,
+    "tuple[str, ...]": _are_texts,
+    "tuple[EvidenceRecord, ...]": lambda value: all(implausible(each) is None for each in value),
+    "tuple[Agreement, ...]": lambda value: all(implausible(each) is None for each in value),
+}
+"""What values of fields with these annotations must be: a foreign line may have anything there."""
+
+
+def implausible(item: Any) -> str | None:
+    """Return the name of a field whose value no recorder writes; None if there is none."""
+    for each in fields(item):
+        kind, value = str(each.type), getattr(item, each.name)
+        if value is None and kind.endswith(" | None"):
+            continue
+        is_valid = _VALID.get(kind.removesuffix(" | None"))
+        if each.name == "size" and not 0 <= value < _MOST_RANKS:
+            return each.name
+        if is_valid is not None and not is_valid(value):
+            return each.name
+    return None
+
+
+def is_run(run_dir: Path) -> bool:
+    """Whether this folder has any file that a run writes."""
+    names = (INCIDENTS_FILE, HISTORY_FILE, RECORDS_FOLDER, "ranks")
+    return any((run_dir / name).exists() for name in names)
+
+
+def read_run(run_dir: Path) -> Run:
+    """Read all files of a run directory; what cannot be read is in ``Run.problems``."""
+    run = Run(str(run_dir))
+    _read_ranks(run, run_dir)
+    _read_incidents(run, run_dir / INCIDENTS_FILE)
+    for line in _lines(run, run_dir / HISTORY_FILE):
+        if isinstance(line.item, Started):
+            run.starts.append((line.time, line.item))
+        elif isinstance(line.item, Trust):
+            run.trust.append((line.time, line.item))
+    for rank, path in sorted(_records(run, run_dir / RECORDS_FOLDER).items()):
+        run.with_records.add(rank)
+        run.comparisons.add_rank(
+            line.item for line in _lines(run, path) if isinstance(line.item, EvidenceRecord | Agreements)
+        )
+    for reported in run.incidents:
+        run.comparisons.add_times(reported.incident.records)
+    return run
+
+
+def _read_ranks(run: Run, run_dir: Path) -> None:
+    try:
+        for entry in read_roster_entries(run_dir):
+            if isinstance(entry, ValueError):
+                run.note(entry)
+            elif implausible(entry) is not None or not 0 <= entry.rank < _MOST_RANKS:
+                run.note(f"rank {entry.rank} of {entry.size}: this entry of the roster is left out")
+            else:
+                run.entries.append(entry)
+        records = {entry.rank: entry.record for entry in run.entries}
+        ends = read_ends(run_dir).values()
+        run.ends = [end for end in ends if records.get(end.rank) == end.record and implausible(end) is None]
+    except OSError as error:
+        run.note(error)
+    run.entries.sort(key=lambda entry: entry.rank)
+
+
+def _read_incidents(run: Run, path: Path) -> None:
+    log, times = IncidentLog(path.parent), []
+    for line in _lines(run, path):
+        log.add(line.item)
+        if isinstance(line.item, Incident):
+            times.append(line.time)
+        elif isinstance(line.item, Resolved):
+            run.resolved.append((line.time, line.item))
+        elif isinstance(line.item, Decision):
+            run.decisions.append((line.time, line.item))
+    run.incidents = [
+        Reported(incident, time, end) for (incident, end), time in zip(log.entries, times, strict=True)
+    ]
+
+
+def _records(run: Run, folder: Path) -> dict[int, Path]:
+    """The files of records by rank; a rank may have only the previous, full one."""
+    found: dict[int, Path] = {}
+    try:
+        for path in folder.iterdir() if folder.is_dir() else ():
+            name = path.name.removesuffix(".1")
+            rank = name.removeprefix("rank-").removesuffix(".jsonl")
+            if rank.isdecimal() and name == f"rank-{rank}.jsonl":
+                found[int(rank)] = folder / name
+    except OSError as error:
+        run.note(error)
+    return found
+
+
+def _lines(run: Run, path: Path) -> Iterator[Stamped]:
+    try:
+        for line in read(path):
+            if isinstance(line, Problem):
+                run.note(line)
+            elif (wrong := "time" if not math.isfinite(line.time) else implausible(line.item)) is not None:
+                run.note(f"{path}: {wrong} is not what a recorder writes; the line is left out")
+            else:
+                yield line
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        run.note(error)
