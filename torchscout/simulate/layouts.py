@@ -1,0 +1,91 @@
+"""The parallelism of published training runs, and of any other job: ``8x16x128`` is TP 8, PP 16, DP 128."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from torchscout.mesh import AXES, Mesh
+
+__all__ = ["PUBLISHED", "Layout", "layout_of"]
+
+_PER_HOST = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How ranks are laid out: tensor parallelism varies fastest, then pipeline stages, then replicas."""
+
+    name: str
+    tensor: int
+    pipeline: int
+    data: int
+    expert: int = 1
+    """Expert-parallel ranks, neighbours along data parallelism, or all ranks of a tensor group."""
+    expert_in_tensor: bool = False
+    """Whether experts are split over the ranks of a tensor group."""
+
+    def __post_init__(self) -> None:
+        if min(self.tensor, self.pipeline, self.data, self.expert) < 1:
+            raise ValueError(f"degrees must be at least 1, got {self.degrees}")
+        whole = self.tensor if self.expert_in_tensor else self.data
+        if whole % self.expert:
+            raise ValueError(f"{self.expert} expert-parallel ranks do not divide {whole}")
+
+    @property
+    def ranks(self) -> int:
+        return self.tensor * self.pipeline * self.data
+
+    @property
+    def degrees(self) -> str:
+        experts = f" EP{self.expert}" if self.expert > 1 else ""
+        return f"TP{self.tensor} PP{self.pipeline} DP{self.data}{experts}"
+
+    def with_ranks(self, ranks: int) -> Layout:
+        """Return the same layout with more or fewer replicas. Raises ``ValueError`` if it does not fit."""
+        replica = self.tensor * self.pipeline
+        if ranks < 1 or ranks % replica:
+            raise ValueError(
+                f"{ranks} ranks are not a multiple of {replica} (TP{self.tensor} PP{self.pipeline})"
+            )
+        return replace(self, data=ranks // replica)
+
+    def mesh(self) -> Mesh:
+        """Return the mesh, with eight ranks on each machine."""
+        rank = np.arange(self.ranks)
+        dense = np.zeros((self.ranks, len(AXES)), dtype=np.int64)
+        dense[:, AXES.index("tensor")] = rank % self.tensor
+        dense[:, AXES.index("pipeline")] = rank // self.tensor % self.pipeline
+        dense[:, AXES.index("replica")] = rank // (self.tensor * self.pipeline)
+        mesh = Mesh(dense, [f"node-{each // _PER_HOST}" for each in range(self.ranks)])
+        return mesh if self.expert == 1 or self.expert_in_tensor else mesh.carve_experts(self.expert)
+
+
+PUBLISHED = {
+    layout.name: layout
+    for layout in (
+        Layout("llama3-405b", tensor=8, pipeline=16, data=128),
+        Layout("megascale", tensor=8, pipeline=8, data=192),
+        Layout("megatron-1t", tensor=8, pipeline=64, data=6),
+        Layout("megascale-moe", tensor=8, pipeline=15, data=12, expert=8, expert_in_tensor=True),
+        Layout("deepseek-v3", tensor=1, pipeline=16, data=128, expert=64),
+    )
+}
+"""By name: 16,384, 12,288, 3,072, 1,440 and 2,048 ranks."""
+
+
+def layout_of(text: str, ranks: int | None = None) -> Layout:
+    """Return a published layout by its name, or read ``TPxPPxDP`` or ``TPxPPxDPxEP``.
+
+    ``ranks`` changes the number of replicas. Raises ``ValueError`` for anything else.
+    """
+    layout = PUBLISHED.get(text)
+    if layout is None:
+        degrees = text.lower().split("x")
+        if len(degrees) not in (3, 4) or not all(each.isdecimal() for each in degrees):
+            known = ", ".join(PUBLISHED)
+            raise ValueError(f"unknown layout {text!r}; give TPxPPxDP or TPxPPxDPxEP, or one of {known}")
+        tensor, pipeline, data, *expert = map(int, degrees)
+        layout = Layout(text, tensor, pipeline, data, expert[0] if expert else 1)
+    return layout if ranks is None else layout.with_ranks(ranks)
