@@ -6,7 +6,7 @@ READY := .venv/ready
 # On a GPU machine PyTorch is that machine's own, with CUDA; requirements-dev.txt pins the CPU build.
 GPU_PYTHON ?= python3
 
-.PHONY: help demo test test-slow test-gpu test-gpu-slow check audit fuzz soak chaos format clean
+.PHONY: help demo test test-ci test-slow test-gpu test-gpu-slow check audit fuzz soak chaos docs format clean
 
 help:  ## what there is to run
 	@awk -F':.*## *' '/^[a-z-]+:.*##/ {printf "make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -14,10 +14,13 @@ help:  ## what there is to run
 demo: $(READY)  ## a slow rank, a flipped bit and a hang, each named and recovered from
 	$(BIN)/scout demo
 
-test: $(READY)  ## every test that needs no accelerator and is not slow
+test: $(READY)  ## tests that need no accelerator, but for the long ones
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
-test-slow: $(READY)  ## the long ones
+test-ci: $(READY)  ## what CI runs: these and the tests that take 9 seconds and more
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow and not gpu"
+
+test-slow: $(READY)  ## those that CI does not run either
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m slow
 
 test-gpu:  ## tests on a CUDA device, with GPU_PYTHON; NCCL tests need 4 devices or NCCL 2.30
@@ -40,6 +43,9 @@ check: $(READY)  ## format, lint, types, spelling; changes nothing
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/codespell
+
+docs: $(READY)  ## the documentation as a site, in build/site; a warning is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 audit:  ## known vulnerabilities of what is installed, where pip-audit is there and reaches its database
 	@if command -v pip-audit > /dev/null; then pip-audit --requirement requirements-dev.txt; \

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import logging
+import os
 import secrets
-import socket
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,16 +18,19 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torchscout.adapters.base import Adapter
 from torchscout.adapters.modules import stages_of
+from torchscout.adapters.no_model import NoModelAdapter
 from torchscout.adapters.recipe_builder import (
     are_experts_spread,
     device_of_job,
     expert_parameters,
+    keep_common,
     recipes_for,
 )
 from torchscout.adapters.registry import adapter_for
 from torchscout.adapters.structure import Part, Structure, surface_of
 from torchscout.communicators import Communicators, Job, PeerCommunicator
 from torchscout.config import (
+    RUN_DIR,
     CheckpointConfig,
     ObserverConfig,
     Parallelism,
@@ -41,12 +43,13 @@ from torchscout.decision.record import Incident
 from torchscout.decision.recorder import JsonlRecorder
 from torchscout.errors import CatalogError, ScoutError
 from torchscout.experts.coverage import Rows
-from torchscout.log import log, show_by_default
+from torchscout.log import show_by_default
 from torchscout.mesh import LayerKind, Mesh
 from torchscout.observer.device import device_of
 from torchscout.observer.monitor import HangMonitor, start_monitor
 from torchscout.observer.phase_hooks import mark_phases
 from torchscout.observer.record.directory import RankEntry, news_of
+from torchscout.session.announcement import ALONE, announce
 from torchscout.session.boundary import Boundary
 from torchscout.session.certifier import CertifiedSteps, Certifier
 from torchscout.session.coverage import NO_CATALOG, RecipeCycle, shapes_in
@@ -56,21 +59,23 @@ from torchscout.session.off import Off, is_off
 from torchscout.session.pace import EXPERTS
 from torchscout.session.recovery import Recovery
 from torchscout.session.replay_driver import ReplayDriver, ReplayParts
+from torchscout.session.replay_recovery import RecoveringReplay
 from torchscout.session.session import Parts, Session
 from torchscout.utils._torch import missing_names
+from torchscout.utils.cuda_graphs import before_replays, is_capturing
+from torchscout.utils.identity import device_name, host_name
+from torchscout.utils.network import interface_of_job
+from torchscout.utils.reentrancy import in_own_work
 from torchscout.utils.text import listed
 
 if TYPE_CHECKING:
     from torchscout.session.checkpoint_manager import CheckpointManager
 
-__all__ = ["enable_resiliency"]
-
-_ALONE = (
-    "No two ranks of this job do the same work, so wrong results of layers and updates cannot be found; "
-    "state that changes between updates is found, and so are transfers that arrive damaged"
-)
+__all__ = ["enable_resiliency", "is_attached", "make_replaceable"]
 
 _attached: weakref.WeakSet[Any] = weakref.WeakSet()
+_replaceable: list[Session] = []
+"""Sessions whose place the next one takes."""
 
 
 def enable_resiliency(  # noqa: PLR0913  a keyword for each subsystem
@@ -89,13 +94,13 @@ def enable_resiliency(  # noqa: PLR0913  a keyword for each subsystem
     training loop stays as it is.
 
     ``model`` is a ``torch.nn.Module``, or what a framework uses in its place: Megatron-Core's model chunks, a
-    TorchTitan ``Trainer``, a DeepSpeed engine. ``optimizer`` is PyTorch's, a list of such, or Megatron's.
-    ``replay=None`` turns off the checks for corrupted numbers and slow ranks, ``observer=None`` hang
-    localization. With ``checkpoint`` the session keeps the state that checks certify, and
-    ``session.resume()`` loads it. ``parallelism`` says which ranks do the same work, where the model does not
-    show that. Incidents are written to ``run_dir``, by default a new folder ``scout-run-...`` where rank 0
-    was started. ``on_incident`` is called once for each incident on every rank, from its own thread.
-    ``recovery`` says what SCOUT does about incidents by itself; by default it only logs its decisions.
+    TorchTitan ``Trainer``, a DeepSpeed engine. With None, only hangs are localized, in any program.
+    ``optimizer`` is PyTorch's, a list of such, or Megatron's. ``replay=None`` turns off the checks for
+    corrupted numbers and slow ranks, ``observer=None`` hang localization. With ``checkpoint`` the session
+    keeps the state that checks certify, and ``session.resume()`` loads it. ``parallelism`` says which ranks
+    do the same work, where the model does not show that. Incidents are written to ``run_dir``, by default a
+    new folder ``scout-run-...`` where rank 0 was started. ``on_incident`` is called once for each incident on
+    every rank, from its own thread. ``recovery`` says what SCOUT does about incidents; by default it logs.
 
     Raises ``ValueError`` for invalid arguments, and ``ScoutError`` if checkpoints cannot be kept. With the
     environment variable ``TORCHSCOUT=off`` nothing is attached, and the session does nothing.
@@ -103,6 +108,7 @@ def enable_resiliency(  # noqa: PLR0913  a keyword for each subsystem
     show_by_default()
     if is_off():
         return Off()
+    run_dir = _take_over(run_dir)
     adapter = _adapter(model, optimizer, parallelism)
     structure, experts = _require_valid(adapter, replay, checkpoint)
     with ExitStack() as undo:
@@ -114,13 +120,13 @@ def enable_resiliency(  # noqa: PLR0913  a keyword for each subsystem
         plan_folder = run_dir if checkpoint is None else checkpoint.directory
         decisions = Recovery.agree(communicators, job, recovery, plan_folder, checkpoints)
         monitor = None if observer is None else _monitor(base, observer, replay, decisions, undo)
-        incidents, entry = _incidents(base, monitor, [on_incident, decisions.handle], undo)
+        incidents, decisions.entry = _incidents(base, monitor, [on_incident, decisions.handle], undo)
         driver, why_not = _replay(base, replay, checkpoints or CertifiedSteps(), monitor, incidents)
         parts = Parts(
             run_dir=job.run_dir,
             boundary=base.boundary,
             incidents=incidents,
-            entry=entry,
+            entry=decisions.entry,
             monitor=monitor,
             replay=driver,
             replay_off=why_not,
@@ -130,9 +136,25 @@ def enable_resiliency(  # noqa: PLR0913  a keyword for each subsystem
         )
     session = Session(parts)
     _hook(session, parts, adapter)
-    if job.rank == 0:
-        _announce(parts, job, observer, replay, checkpoint)
+    announce(parts, job, observer, replay, checkpoint, has_model=model is not None)
     return session
+
+
+def is_attached(model: torch.nn.Module) -> bool:
+    """Whether a session is attached to this model."""
+    return any(each in _attached for each in stages_of(model))
+
+
+def make_replaceable(session: Session) -> None:
+    """Let the next call of ``enable_resiliency`` replace this session, on every rank."""
+    _replaceable.append(session)
+
+
+def _take_over(run_dir: Path | str | None) -> Path | str | None:
+    """End a session that is replaced. Return the run directory, or the one that the environment names."""
+    while _replaceable:
+        _replaceable.pop().give_way()
+    return run_dir or os.environ.get(RUN_DIR)
 
 
 def _require_private_names() -> None:
@@ -161,7 +183,7 @@ def _adapter(model: Any, optimizer: Any, parallelism: Mesh | DeviceMesh | Parall
     if not dist.is_initialized():
         raise ValueError("call torch.distributed.init_process_group() before enable_resiliency()")
     adapter = adapter_for(model, optimizer, parallelism)
-    if any(each in _attached for each in stages_of(adapter.model)):
+    if is_attached(adapter.model):
         raise ValueError("torchscout is attached to this model already; close that session first")
     return adapter
 
@@ -174,7 +196,7 @@ def _require_valid(
     if checkpoint is not None and (replay is None or not adapter.optimizers()):
         raise ValueError("checkpoint= needs an optimizer and replay=, which certifies what is kept")
     if checkpoint is not None and obstacle is not None:
-        raise ValueError(f"checkpoint= needs replay, which certifies what is kept, but {obstacle}")
+        raise ValueError(f"checkpoint= keeps the state of training, but {obstacle}")
     if replay is None or obstacle is not None:
         return None, ()
     structure = adapter.structure(embedding=replay.embedding, layers=replay.layers, output=replay.output)
@@ -184,16 +206,19 @@ def _require_valid(
 def _agree(adapter: Adapter, communicators: Communicators, run_dir: Path | str | None, address: str) -> Job:
     """Exchange what all ranks must agree on. Token and run directory are rank 0's."""
     default = f"scout-run-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
+    device = device_of(stages_of(adapter.model))
     facts = communicators.exchange(
         {
-            "host": socket.gethostname(),
+            "host": host_name(),
+            "device": "" if device is None else device_name(torch.cuda.get_device_properties(device)),
             "token": secrets.token_hex(32),
             "run_dir": str(Path(run_dir or default).absolute()),
         }
     )
     hosts = [fact["host"] for fact in facts]
     token, agreed_dir = facts[0]["token"], Path(facts[0]["run_dir"])
-    return Job(dist.get_rank(), adapter.mesh(hosts), hosts, token, agreed_dir, address)
+    devices = [fact["device"] for fact in facts]
+    return Job(dist.get_rank(), adapter.mesh(hosts), hosts, token, agreed_dir, address, devices)
 
 
 def _checkpoints(base: _Base, config: CheckpointConfig, undo: ExitStack) -> CheckpointManager:
@@ -268,7 +293,8 @@ def _incidents(
     present = [each for each in callbacks if each is not None]
     incidents = IncidentCallback(job.rank, present, base.boundary.failed, path=path)
     undo.callback(incidents.close)
-    entry = RankEntry.own(job.rank, record, len(job.mesh))
+    address, device = astuple(job.mesh.address_of(job.rank, LayerKind.DENSE)), job.devices[job.rank]
+    entry = RankEntry.own(job.rank, record, len(job.mesh), address, device, interface_of_job())
     base.boundary.guarded(lambda: entry.write(job.run_dir))
     return incidents, entry
 
@@ -279,13 +305,13 @@ def _replay(
     certifier: Certifier,
     monitor: HangMonitor | None,
     incidents: IncidentCallback,
-) -> tuple[ReplayDriver | None, str]:
-    """Build the replay driver, on every rank or on none; where there is none, the reason is returned."""
+) -> tuple[RecoveringReplay | None, str]:
+    """Build replay, on every rank or on none; where there is none, the reason is returned."""
     if config is None:
         return None, "replay=None"
     adapter, job, communicators = base.adapter, base.job, base.communicators
 
-    def build() -> tuple[ReplayDriver | None, str]:
+    def build() -> tuple[RecoveringReplay | None, str]:
         can_compare = job.mesh.peers_of(job.rank, LayerKind.DENSE).can_compare
         if (obstacle := _obstacle(adapter, communicators)) is not None:
             return None, obstacle
@@ -293,13 +319,15 @@ def _replay(
         unpaired = None if is_alone or can_compare else "no other rank does the same work"
         if (agreed := communicators.first_problems([unpaired])[0]) is not None:
             return None, unpaired or agreed
-        shapes, lacking = (None, _ALONE) if is_alone else _shapes(base, config)
+        shapes, lacking = (None, ALONE) if is_alone else _shapes(base, config)
         structure = None if is_alone else base.structure
         recipes = recipes_for(
             adapter, config, job.mesh, job.rank, structure, base.experts, shapes, communicators
         )
         turns = [each.order.cycle for each in recipes if each.kind == EXPERTS]
         (most,) = communicators.highest([max(turns, default=0)])
+        peers = _peers(job, communicators, device_of_job(adapter))
+        keep_common(recipes, peers)
         parts = ReplayParts(
             config=config,
             recipes=recipes,
@@ -307,7 +335,7 @@ def _replay(
             parameters=adapter.parameters().values(),
             mesh=job.mesh,
             communicators=communicators,
-            peers=_peers(job, communicators, device_of_job(adapter)),
+            peers=peers,
             recorder=JsonlRecorder(job.run_dir, job.rank),
             certifier=certifier,
             boundary=base.boundary,
@@ -315,9 +343,9 @@ def _replay(
             on_incidents=incidents.add,
             still_alive=lambda: None if monitor is None else monitor.writer.advance(Phase.IDLE),
         )
-        return ReplayDriver(parts), ""
+        return RecoveringReplay(ReplayDriver(parts), parts, job.run_dir), ""
 
-    built: tuple[ReplayDriver | None, str] | None = base.boundary.guarded(build)
+    built: tuple[RecoveringReplay | None, str] | None = base.boundary.guarded(build)
     return built or (None, "it could not be attached")
 
 
@@ -367,51 +395,31 @@ def _hook(session: Session, parts: Parts, adapter: Adapter) -> None:
         parts.undo.callback(adapter.hook_updates(session.before_update, session.step_finished))
     elif parts.monitor is not None and (layers := adapter.layers()):
         parts.monitor.publisher.watch_steps(layers[0], session.step_finished)
+    if isinstance(adapter, NoModelAdapter):
+        make_replaceable(session)
+    stages = [*stages_of(adapter.model)]
+    for stage in stages:
+        _attached.add(stage)
+        parts.undo.callback(_attached.discard, stage)
+    if parts.checkpoints is not None:
+        _hook_forward(session, parts, stages)
+
+
+def _hook_forward(session: Session, parts: Parts, stages: Sequence[torch.nn.Module]) -> None:
+    """Let the session know when a step begins, so that it can copy the state at rest."""
 
     def before_forward(module: torch.nn.Module, _: Any) -> None:
         # A validation between two steps belongs to the first: a schedule may depend on its result.
-        if module.training and torch.is_grad_enabled():
+        if module.training and torch.is_grad_enabled() and not is_capturing():
             session.step_begins()
 
-    for stage in stages_of(adapter.model):
-        if parts.checkpoints is not None:
-            # Prepended, because FSDP's own hook gathers parameters, and checkpoints keep shards.
-            hook = stage.register_forward_pre_hook(before_forward, prepend=True)
-            parts.undo.callback(hook.remove)
-        _attached.add(stage)
-        parts.undo.callback(_attached.discard, stage)
+    def before_graph() -> None:
+        if any(each.training for each in stages) and not in_own_work():
+            session.step_begins()
 
-
-def _announce(
-    parts: Parts,
-    job: Job,
-    observer: ObserverConfig | None,
-    replay: ReplayConfig | None,
-    checkpoint: CheckpointConfig | None,
-) -> None:
-    """Log once where the run directory is and which subsystems are on."""
-    ranks, hosts = len(job.mesh), len(set(job.hosts))
-    size = f"{ranks} rank{'s' * (ranks > 1)} on {hosts} machine{'s' * (hosts > 1)}"
-    log.info("attached to %s; run directory: %s", size, job.run_dir)
-    if parts.monitor is None or observer is None:
-        why = "observer=None" if observer is None else parts.boundary.failures[-1]
-        log.warning("hang detection is off: %s", why)
-    else:
-        limits = observer.min_silence_seconds, observer.silence_multiple
-        log.info(
-            "hang detection is on: a rank may be silent for %g s, or %g steps if that is longer", *limits
-        )
-    if parts.replay is None or replay is None:
-        log.warning("corrupted numbers and slow ranks are not detected: %s", parts.replay_off)
-    else:
-        lacking, covered = parts.replay.lacking, parts.replay.covered().sentence()
-        level = logging.WARNING if lacking == _ALONE else logging.INFO
-        interval = min(replay.intervals.values())
-        often = "step" if interval == 1 else f"{interval} steps"
-        log.log(level, "checks every %s: %s%s", often, covered, f" {lacking}." if lacking else "")
-    if checkpoint is None:
-        log.info("checkpoints are off: checkpoint=None")
-    else:
-        log.info(
-            "certified state is kept in memory and written to %s from time to time", checkpoint.directory
-        )
+    if torch.cuda.is_available():
+        parts.undo.callback(before_replays(before_graph))
+    for stage in stages:
+        # Prepended, because FSDP's own hook gathers parameters, and checkpoints keep shards.
+        hook = stage.register_forward_pre_hook(before_forward, prepend=True)
+        parts.undo.callback(hook.remove)

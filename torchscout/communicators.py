@@ -5,25 +5,31 @@ SCOUT never uses training's own groups: its messages must not interleave with th
 
 from __future__ import annotations
 
+import atexit
 import datetime
+import hashlib
 import json
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
-from torchscout.collectives.call import SCOUT_GROUP
-from torchscout.decision.channel import PeerChannel, ProcessGroupChannel
+from torchscout.collectives.call import SCOUT_GROUP, set_members
+from torchscout.decision.channel import PeerChannel, ProcessGroupChannel, decoded
+from torchscout.decision.tree import FAN_OUT, Runs, TreeChannel, groups_of, height_of
 from torchscout.errors import ChannelError, ScoutError
 from torchscout.mesh import Axis, Mesh, PeerGroup
+from torchscout.utils import unlisted_groups
 from torchscout.utils._torch import backend_of
 
 __all__ = ["Communicators", "Job", "PeerCommunicator"]
 
-_groups: dict[tuple[tuple[int, ...], str | None], dist.ProcessGroup] = {}
+_MOST_LOCAL = 64
+"""Ranks of one host in one group at most."""
 
 
 class Communicators:
@@ -31,16 +37,74 @@ class Communicators:
 
     def __init__(self, timeout_seconds: float = 120.0) -> None:
         self._timeout = datetime.timedelta(seconds=timeout_seconds)
-        self.group: dist.ProcessGroup = dist.new_group(
-            backend="gloo", timeout=self._timeout, group_desc=SCOUT_GROUP
-        )
-        """All ranks, for tensors in host memory; Gloo, whatever backend training uses."""
         self.size = dist.get_world_size()
-        self._job = ProcessGroupChannel(PeerGroup(tuple(range(self.size)), Axis.REPLICA), self.group)
+        self._everybody = PeerGroup(tuple(range(self.size)), Axis.REPLICA)
+        self._links: list[PeerCommunicator] = []
+        self._groups: dict[tuple[tuple[int, ...], torch.device | None], dist.ProcessGroup] = {}
+        """Those of the current connection, by their ranks and the device of their tensors; None: the host."""
+        store = unlisted_groups.store_of_job()
+        session = store.add(f"torchscout/sessions/{dist.get_rank()}", 1)
+        self.store = unlisted_groups.part_of(store, f"torchscout/{session}")
+        """The part of the job's store that belongs to these communicators, on every rank."""
+        self._width = self._agree_on_width()
+        self.connections = 0
+        """How often all ranks have connected, or tried to."""
+        self._pid = os.getpid()
+        atexit.register(self.close)  # NCCL's threads must end before CUDA does
+        self.connect()
+
+    def connect(self) -> None:
+        """Connect all ranks, again after ``disconnect``. Every rank makes this call.
+
+        Raises ``ChannelError`` if a rank does not connect within the timeout.
+        """
+        self.connections += 1
+        try:
+            self._job, _ = self._tree(self._everybody)
+            for each in self._links:
+                self._link(each)
+            # NCCL connects with the first operation, without a timeout; here all ranks are known to come.
+            self.highest([0])
+            for each in self._links:
+                each.evidence.gather(b"")
+        except RuntimeError as error:
+            raise ChannelError(f"SCOUT's process groups could not be connected: {error}") from error
+
+    def disconnect(self) -> None:
+        """Close all connections of this rank, so that other ranks do not wait for it. Idempotent."""
+        self.abort_device_groups()
+        self._groups.clear()
+        for each in self._links:
+            each.disconnect()
+        self._job = _Closed()  # type: ignore[assignment]
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """All ranks, each connected to every other, for messages between any two of them.
+
+        Created when it is first used, by all ranks at the same time.
+        """
+        return self._group(self._job.peers.ranks)
+
+    @property
+    def is_tree(self) -> bool:
+        """Whether the job is too large for one group; see ``decision.tree``."""
+        return self._job.height > 1
 
     def exchange(self, document: Any) -> list[Any]:
-        """Return every rank's document, by rank. Documents are JSON: a rank sends data, never code."""
-        return [json.loads(each) for each in self._job.gather(json.dumps(document).encode())]
+        """Return every rank's document, by rank. Documents are JSON: a rank sends data, never code.
+
+        Ranks with equal documents share one object.
+        """
+        return decoded(self.gather(json.dumps(document).encode()))
+
+    def gather(self, payload: bytes) -> list[bytes]:
+        """Return every rank's payload, by rank."""
+        return self._job.gather(payload)
+
+    def consult(self, payloads: Sequence[bytes], answer: Callable[[list[Runs]], bytes]) -> bytes:
+        """Return what rank 0 answers to the payloads of all ranks; see ``TreeChannel.consult``."""
+        return self._job.consult(payloads, answer)
 
     def together(self, problem: str | None, error: type[ScoutError] = ScoutError) -> None:
         """Raise ``error`` on every rank if any rank has a problem; the message lists all of them."""
@@ -50,13 +114,7 @@ class Communicators:
 
     def highest(self, values: Sequence[int]) -> list[int]:
         """Return the maximum of each value over all ranks."""
-        column = torch.tensor(values, dtype=torch.int64, device="cpu")
-        try:
-            dist.all_reduce(column, op=dist.ReduceOp.MAX, group=self.group)
-        except RuntimeError as error:
-            raise ChannelError(f"the ranks of the job could not agree: {error}") from error
-        highest: list[int] = column.tolist()
-        return highest
+        return self._job.highest(values)
 
     def first_problems(self, problems: Sequence[str | None]) -> list[str | None]:
         """Return, for each piece of work, the problem of the lowest rank that has one with it."""
@@ -71,55 +129,115 @@ class Communicators:
 
     def links(self, peers: PeerGroup, device: torch.device) -> PeerCommunicator:
         """Connect this rank to its peers. Every rank of the job makes this call."""
-        is_everybody = len(peers) == self.size
-        metadata = self.group if is_everybody else _group_of(peers.ranks, "gloo", self._timeout)
-        tensors = metadata
-        if dist.get_backend() != "gloo":  # with Gloo for both it would be the same connection twice
-            tensors = _group_of(peers.ranks, None, _timeout_of_training(device))
-        return PeerCommunicator(self, peers, metadata, tensors, device)
+        link = PeerCommunicator(self, peers, device)
+        self._link(link)
+        self._links.append(link)
+        return link
 
     def close(self) -> None:
-        if _is_alive(self.group):
-            dist.destroy_process_group(self.group)
-        self.abort_device_groups()
+        atexit.unregister(self.close)
+        if os.getpid() == self._pid:  # a forked child has the same connections as its parent
+            self.disconnect()
 
     def abort_device_groups(self) -> None:
         """End all operations of SCOUT's groups on this rank's device, finished or not."""
-        for key in [key for key in _groups if key[1] is None]:
+        for key in [key for key in self._groups if key[1] is not None]:
             # Abort, since an orderly shutdown would wait for a peer that is gone, and the communicators hold
-            # device memory. PyTorch still knows the group, so that a later one gets another name.
-            group = _groups.pop(key)
-            if _is_alive(group):
-                group.abort()
+            # device memory.
+            self._groups.pop(key).abort()
+
+    def _link(self, link: PeerCommunicator) -> None:
+        metadata, groups = self._tree(link.group)
+        device_group = None
+        # With Gloo for both it would be the same connection twice.
+        if link.device.type != "cpu" and dist.get_backend() != "gloo":
+            device_group = self._group(link.group.ranks, link.device)
+        link.connect(metadata, groups, device_group)
+
+    def _tree(self, peers: PeerGroup) -> tuple[TreeChannel, list[dist.ProcessGroup]]:
+        """Connect this rank to its peers; return the channel, and its group on each level."""
+        width = self._width if peers.ranks == self._everybody.ranks else FAN_OUT
+        position, height = peers.ranks.index(dist.get_rank()), height_of(len(peers), width)
+        levels: list[PeerChannel] = []
+        groups: list[dist.ProcessGroup] = []
+        for number, places in enumerate(groups_of(position, len(peers), width)):
+            members = PeerGroup(tuple(peers.ranks[place] for place in places), peers.axis)
+            group = self._group(members.ranks)
+            patience = (height - number) * self._timeout  # see [Note: a failure goes down too]
+            levels.append(ProcessGroupChannel(members, group, patience=patience))
+            groups.append(group)
+        return TreeChannel(peers, position, levels, width), groups
+
+    def _agree_on_width(self) -> int:
+        """Return how many ranks the lowest groups have: those of one host, which are consecutive.
+
+        A wrong number costs time only. It must be the same on all ranks, so that rank 0's counts.
+        """
+        if self.size <= FAN_OUT:
+            return FAN_OUT
+        if dist.get_rank() == 0:
+            local = os.environ.get("LOCAL_WORLD_SIZE", "")
+            width = int(local) if local.isdecimal() and 2 <= int(local) <= _MOST_LOCAL else FAN_OUT
+            self.store.set("width", str(width))
+        return int(self.store.get("width"))
+
+    def _group(self, ranks: tuple[int, ...], device: torch.device | None = None) -> dist.ProcessGroup:
+        if (known := self._groups.get((ranks, device))) is not None:
+            return known
+        timeout = self._timeout if device is None else _timeout_of_training(device)
+        name = f"{self.connections}/{_name_of(ranks)}/{'host' if device is None else 'device'}"
+        group = unlisted_groups.create(self.store, ranks, timeout, SCOUT_GROUP, name=name, device=device)
+        set_members(group, ranks)
+        self._groups[ranks, device] = group
+        return group
 
 
 class PeerCommunicator:
     """Connects a rank to its peers for replay; see ``replay.recipe``."""
 
-    def __init__(
-        self,
-        job: Communicators,
-        peers: PeerGroup,
-        metadata: dist.ProcessGroup,
-        tensors: dist.ProcessGroup,
-        device: torch.device,
-    ) -> None:
+    def __init__(self, job: Communicators, peers: PeerGroup, device: torch.device) -> None:
         self.group, self.device = peers, device
-        self.metadata: PeerChannel = ProcessGroupChannel(peers, metadata)
-        over = torch.device("cpu") if tensors is metadata else device
-        self.evidence: PeerChannel = ProcessGroupChannel(peers, tensors, device=over)
-        self.position = self.metadata.position
         self.size = job.size
         self.highest, self.first_problems, self.exchange = job.highest, job.first_problems, job.exchange
-        self._metadata, self._tensors = metadata, tensors
+
+    def connect(
+        self,
+        metadata: TreeChannel,
+        groups: Sequence[dist.ProcessGroup],
+        device_group: dist.ProcessGroup | None,
+    ) -> None:
+        """``groups`` are this rank's on each level of the tree; ``device_group`` has all peers, if any."""
+        self.metadata: PeerChannel = metadata
+        self.evidence: PeerChannel = metadata
+        if device_group is not None:
+            self.evidence = ProcessGroupChannel(self.group, device_group, device=self.device)
+        self.position = metadata.position
+        self._hops, self._groups, self._device_group = metadata.hops, groups, device_group
+
+    def disconnect(self) -> None:
+        self.metadata = self.evidence = _Closed()
+        self._hops, self._groups, self._device_group = _Closed(), (), None  # type: ignore[assignment]
 
     def broadcast(self, tensor: torch.Tensor, *, source: int) -> None:
         """Overwrite ``tensor`` with that of the peer at position ``source``."""
-        group = self._metadata if tensor.is_cpu else self._tensors
         try:
-            dist.broadcast(tensor, src=self.group.ranks[source], group=group)
+            if self._device_group is not None and not tensor.is_cpu:
+                unlisted_groups.broadcast(tensor, self._device_group, source=source)
+                return
+            for level, place in self._hops(source):
+                unlisted_groups.broadcast(tensor, self._groups[level], source=place)
         except RuntimeError as error:
             raise ChannelError(f"broadcast among ranks {self.group.ranks} failed: {error}") from error
+
+
+class _Closed:
+    """In place of a group or channel that is closed."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise ChannelError("SCOUT's process groups are closed on this rank")
+
+    def __call__(self, *_: object) -> NoReturn:
+        raise ChannelError("SCOUT's process groups are closed on this rank")
 
 
 def _timeout_of_training(device: torch.device) -> datetime.timedelta:
@@ -131,26 +249,9 @@ def _timeout_of_training(device: torch.device) -> datetime.timedelta:
     return timeout
 
 
-def _group_of(ranks: tuple[int, ...], backend: str | None, timeout: datetime.timedelta) -> dist.ProcessGroup:
-    """A group of some ranks, created without the other ranks and cached for the next session.
-
-    PyTorch names such a group by its ranks alone, so that a second one would look for the members of the
-    first in the store, and not find them.
-    """
-    known = _groups.get((ranks, backend))
-    if known is None or not _is_alive(known):
-        known = _groups[ranks, backend] = dist.new_group(
-            ranks, backend=backend, timeout=timeout, use_local_synchronization=True, group_desc=SCOUT_GROUP
-        )
-    return known
-
-
-def _is_alive(group: dist.ProcessGroup) -> bool:
-    """False once ``torch.distributed`` has been shut down, even if it has been initialized again."""
-    try:
-        return bool(dist.get_process_group_ranks(group))
-    except KeyError:
-        return False
+def _name_of(ranks: tuple[int, ...]) -> str:
+    """A short name for any number of ranks."""
+    return hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]
 
 
 def _first(problems: Sequence[str | None]) -> str | None:
@@ -169,3 +270,5 @@ class Job:
     run_dir: Path
     address: str = "*"
     """See ``ObserverConfig.address``."""
+    devices: Sequence[str] = ()
+    """Every rank's device, as ``identity.device_name`` describes it; empty texts without an accelerator."""

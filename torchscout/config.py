@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from numbers import Integral, Real
 from pathlib import Path
@@ -17,8 +17,10 @@ __all__ = [
     "RECIPES",
     "RECORDS",
     "RESULTS",
+    "RUN_DIR",
     "BaselineConfig",
     "CheckpointConfig",
+    "MetricsConfig",
     "ObserverConfig",
     "Parallelism",
     "RecoveryConfig",
@@ -26,6 +28,8 @@ __all__ = [
     "StragglerConfig",
 ]
 
+RUN_DIR = "TORCHSCOUT_RUN_DIR"
+"""The environment variable with the default of ``enable_resiliency(run_dir=...)``; `scout run` sets it."""
 KAPPA = 5.0
 """Robust scales a time may lie from the peers' median before it is an outlier."""
 MATERIAL_RATIO = 1.1
@@ -218,7 +222,8 @@ class ReplayConfig:
     records: str = "summary"
     """Which comparisons are written to ``records/rank-N.jsonl``. ``summary``: every disagreement and
     everything that was not checked, in full, and counts of all other comparisons. ``all``: every comparison
-    with every peer's evidence, for a close look at a short run."""
+    with every peer's evidence, for a close look at a short run. With ``summary`` in a job of more than 16
+    ranks, rank 0 alone compares times, and writes what it finds."""
 
     def __post_init__(self) -> None:
         _require_types(self)
@@ -399,11 +404,43 @@ class RecoveryConfig:
     """What a restart costs. A slow rank is replaced only if it costs more than this."""
     horizon_seconds: float = 86_400.0
     """The time for which the cost of a slow rank is computed."""
+    on_decision: Sequence[str] = ()
+    """A command and its arguments, run without a shell for every decision, also in a dry run. It reads the
+    decision as JSON from its standard input. The job does not wait for it."""
+    on_decision_seconds: float = 60.0
+    """The time after which that command is ended."""
 
     def __post_init__(self) -> None:
         _require_types(self, max_restarts=1)
+        words = self.on_decision
+        if isinstance(words, str) or not all(isinstance(each, str) and "\0" not in each for each in words):
+            raise ValueError(f"on_decision must be a list of a command and its arguments, got {words!r}")
         if isinstance(self.act, str) or (unknown := [each for each in self.act if each not in ACTS]):
             wrong = repr(self.act) if isinstance(self.act, str) else ", ".join(map(repr, unknown))
             raise ValueError(f"act must list some of {', '.join(ACTS)}, got {wrong}")
         if "replace" in self.act and "restart" not in self.act:
             raise ValueError('act=["replace"] needs "restart" too: a replaced machine restarts the job')
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetricsConfig:
+    """Where the metrics of a rank go: to a Prometheus endpoint, to a file, to an OpenTelemetry collector."""
+
+    port: int | None = None
+    """The port of an endpoint for Prometheus. Ranks of one machine use this port plus their ``LOCAL_RANK``;
+    0 means any free port."""
+    address: str = "127.0.0.1"
+    """The address of that endpoint, which needs no password. By default only this machine can read it."""
+    textfile: Path | str | None = None
+    """The folder of node_exporter's textfile collector."""
+    otlp: str | None = None
+    """The URL of an OpenTelemetry collector, such as http://localhost:4318/v1/metrics."""
+    interval_seconds: float = 10.0
+    """How often the numbers are read."""
+
+    def __post_init__(self) -> None:
+        _require_types(self, port=0)
+        if self.port is not None and self.port > 65535:
+            raise ValueError(f"port must be at most 65535, got {self.port}")
+        if self.otlp is not None and not self.otlp.startswith(("http://", "https://")):
+            raise ValueError(f"otlp must begin with http:// or https://, got {self.otlp!r}")

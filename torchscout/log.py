@@ -63,6 +63,9 @@ class Problems:
     def __iter__(self) -> Iterator[str]:
         return iter(self._last)
 
+    def __len__(self) -> int:
+        return len(self._last)
+
     def add(self, problems: Iterable[str], *, are_logged: bool = False) -> None:
         """Keep these problems, and log them unless they ``are_logged`` already."""
         for each in problems:

@@ -171,10 +171,10 @@ def device_waits(job: Job, steps: int) -> int:
     mode = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("warn")
     try:
-        with warnings.catch_warnings(record=True) as told:
+        with warnings.catch_warnings(record=True) as seen:
             warnings.simplefilter("always")
             job.steps(steps)
     finally:
         torch.cuda.set_sync_debug_mode(mode)
         patches.undo()
-    return waits["explicit"] + sum("synchroniz" in str(each.message) for each in told)
+    return waits["explicit"] + sum("synchroniz" in str(each.message) for each in seen)

@@ -48,10 +48,10 @@ def main() -> None:
         optimizer.zero_grad()
         first = 7 * step + 13 * parallel_state.get_data_parallel_rank() + torch.arange(ROWS)[:, None]
         batches = iter([(first + torch.arange(LENGTH + 1)) % VOCABULARY])
-        (told,) = run(forward_step_func=forward_step, data_iterator=batches, model=chunks[0], **PASS)
+        (seen,) = run(forward_step_func=forward_step, data_iterator=batches, model=chunks[0], **PASS)
         optimizer.step()
         if dist.get_rank() == 0:
-            print(f"step {step:3}   loss {told['loss'].item():.4f}", flush=True)
+            print(f"step {step:3}   loss {seen['loss'].item():.4f}", flush=True)
     session.close()
 
 

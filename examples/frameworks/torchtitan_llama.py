@@ -6,8 +6,7 @@ torchrun --nproc-per-node 4 -m torchtitan.train --module torchtitan_llama --conf
 
 To attach to any other config, add one argument:
 
-torchrun ... -m torchtitan.train --module llama3 --config llama3_8b --training.disable_cuda_graphs \\
-    --parallelism.spmd_backend partial_dtensor \\
+torchrun ... -m torchtitan.train --module llama3 --config llama3_8b \\
     --override.imports 'torchscout.plugins.torchtitan.resiliency={"replay": {"interval": 20}}'
 """
 
@@ -27,7 +26,6 @@ SETTINGS = {
 def watched() -> Trainer.Config:
     """TorchTitan's smallest Llama."""
     config = llama3_debugmodel()
-    config.training.disable_cuda_graphs = True  # a graph calls no hooks, so layers would not be seen
     config.parallelism.spmd_backend = "partial_dtensor"
     config.override.imports = [("torchscout.plugins.torchtitan.resiliency", SETTINGS)]
     return config

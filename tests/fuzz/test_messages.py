@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import random
+import socket
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -18,11 +19,12 @@ import pytest
 import zmq
 
 from tests.support.mutation import bytes_mutant, document_mutant, text_mutant, tried
-from tests.support.replica_ranks import identity, seal
+from tests.support.replica_ranks import identity, seal, sealed_pieces
 from tests.unit.test_board import incident, report
 from torchscout.checkpoint.replication import messages as wire
 from torchscout.checkpoint.replication.receiver import ReplicaReceiver
 from torchscout.checkpoint.replication.sender import ReplicaSender
+from torchscout.checkpoint.replication.streams import Secret
 from torchscout.checkpoint.storage.shards import path_of
 from torchscout.config import ObserverConfig
 from torchscout.decision.progress import CommGroup, Phase
@@ -274,22 +276,38 @@ class _Copying:
         self.kept = path_of(self.memory, identity(0, 1), 1)
         self.now = 0.0
 
-    def send(self, *frames: bytes) -> list[dict[str, Any]]:
-        self.sender.send_multipart(frames)
+    def send(self, frame: bytes) -> list[dict[str, Any]]:
+        self.sender.send(frame)
         assert self.inbox.socket.poll(10_000)
-        self.inbox.turn(self.now)
-        self.inbox.problems.clear()
+        self.turn()
         return [received.message for received in wire.receive(self.sender)]
 
-    def messages(self, transfer: str, start: int) -> list[tuple[dict[str, Any], bytes]]:
-        piece = self.data[start : start + 1500]
+    def turn(self) -> None:
+        self.inbox.turn(self.now)
+        self.inbox.problems.clear()
+
+    def messages(self, transfer: str) -> list[dict[str, Any]]:
         named = {"identity": identity(0, 1).to_json(), "size": len(self.data)}
         return [
-            ({"kind": "hello"}, b""),
-            ({"kind": "offer", "transfer": transfer, **named}, b""),
-            ({"kind": "chunk", "transfer": transfer, "offset": start}, piece),
-            ({"kind": "retire", "generations": [[1, 0], [2, 0]]}, b""),
+            {"kind": "offer", "transfer": transfer, **named},
+            {"kind": "hello"},
+            {"kind": "retire", "generations": [[1, 0], [2, 0]]},
         ]
+
+    def stream(self, ready: dict[str, Any], data: bytes) -> None:
+        """Send these bytes as the transfer for which the holder is ready, until it has ended."""
+        secret = Secret.from_json(ready["secret"])
+        near, far = socket.socketpair()
+        with near:
+            if not self.inbox.admit(secret.ticket, far):  # given up meanwhile
+                far.close()
+                return
+            self.turn()
+            near.sendall(data)
+        (arrival,) = self.inbox._arrivals.values()
+        assert arrival.stream is not None
+        arrival.stream.join(10)
+        self.turn()
 
     def close(self) -> None:
         self.inbox.close()
@@ -302,18 +320,12 @@ def test_a_holder_of_copies_keeps_only_complete_shards(tmp_path: Path):
 
     def attempt(chance: random.Random) -> None:
         copying.now += chance.choice((0.0, 0.0, 0.1, 2.0))
-        chunks = range(0, len(copying.data), 1500)
-        plan = [copying.messages("t", 0)[1], *(copying.messages("t", start)[2] for start in chunks)]
-        if chance.random() < 0.5:
-            plan.append(copying.messages("t", 0)[chance.choice((0, 3))])
-        damaged = chance.randrange(len(plan))
-        for number, (message, piece) in enumerate(plan):
-            frame, data = json.dumps(message).encode(), piece
-            if number == damaged and chance.random() < 0.7:
-                frame = text_mutant(chance, message)
-            elif number == damaged:
-                data = bytes_mutant(chance, piece)
-            copying.send(*([frame, data] if data or chance.random() < 0.1 else [frame]))
+        offer, *others = copying.messages("t")
+        message = chance.choice([offer, offer, *others])
+        answers = copying.send(text_mutant(chance, message) if chance.random() < 0.5 else _frame(message))
+        for ready in [each for each in answers if each["kind"] == "ready"]:
+            sent = sealed_pieces(Secret.from_json(ready["secret"]), copying.data)
+            copying.stream(ready, bytes_mutant(chance, sent) if chance.random() < 0.7 else sent)
         if copying.kept.exists():
             assert copying.kept.read_bytes() == copying.data, "a damaged copy was kept"
             copying.kept.unlink()
@@ -321,14 +333,14 @@ def test_a_holder_of_copies_keeps_only_complete_shards(tmp_path: Path):
         assert not left, "something else was kept"
 
     tried(attempt, ())
-    copying.now += 10.0
-    for message, piece in [copying.messages("good", 0)[1]]:
-        copying.send(json.dumps(message).encode(), *([piece] if piece else []))
-    answers = [
-        copying.send(*map(_frame, copying.messages("good", start)[2]))
-        for start in range(0, len(copying.data), 1500)
-    ]
-    assert any(each["kind"] == "sealed" for each in answers[-1]) or copying.kept.exists()
+    answers = copying.send(_frame(copying.messages("good")[0]))
+    while not (found := [each for each in answers if each.get("transfer") == "good"]):
+        assert copying.sender.poll(10_000)
+        answers = [received.message for received in wire.receive(copying.sender)]
+    (ready,) = found
+    copying.stream(ready, sealed_pieces(Secret.from_json(ready["secret"]), copying.data))
+    assert copying.kept.read_bytes() == copying.data
+    assert not copying.inbox.admit(Secret.from_json(ready["secret"]).ticket, copying.sender)
     copying.close()
 
 
@@ -347,7 +359,10 @@ class _Sending:
         self.size = self.path.stat().st_size
         self.now = 0.0
         self.outbox = ReplicaSender(
-            lambda: wire.connect(self.context, TOKEN, 0, ("127.0.0.1", port)), "rank 1", timeout=1e9
+            lambda: wire.connect(self.context, TOKEN, 0, ("127.0.0.1", port)),
+            ("127.0.0.1", 9),  # where nobody listens
+            "rank 1",
+            timeout=1e9,
         )
         self.outbox.put(self.path)
         self.transfer = self.offered()
@@ -391,7 +406,7 @@ def test_a_sender_of_copies_rejects_impossible_answers(tmp_path: Path):
     def attempt(chance: random.Random) -> None:
         messages = [
             {"kind": "holding", "generations": [[1, 0]]},
-            {"kind": "credit", "transfer": sending.transfer, "upto": sending.size // 2},
+            {"kind": "ready", "transfer": sending.transfer, "secret": Secret.new().to_json()},
             {"kind": "retired", "generations": [[1, 0]]},
             {"kind": "sealed", "transfer": sending.transfer},
             {"kind": "refused", "transfer": sending.transfer, "why": "no room"},

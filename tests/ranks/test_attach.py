@@ -140,8 +140,8 @@ def attached_without_replay(rank: int, run_dir: Path) -> tuple[str, int]:
 
 
 def test_a_replay_that_cannot_be_attached_leaves_no_hooks(tmp_path: Path):
-    told = run_ranks(attached_without_replay, 2, tmp_path, timeout=60)
-    assert told == [("it could not be attached", 0)] * 2
+    seen = run_ranks(attached_without_replay, 2, tmp_path, timeout=60)
+    assert seen == [("it could not be attached", 0)] * 2
 
 
 def connections_after_close(rank: int, run_dir: Path) -> tuple[int, int]:

@@ -72,11 +72,18 @@ def test_a_slow_rank_a_flipped_bit_and_a_hang_are_named_and_recovered_from(
     lives = [(each["resumed"]["step"], each["end"], each["step"]) for each in report["lives"]]
     assert lives == [(0, "corrupted", 7), (6, "hung", 9), (9, "finished", STEPS)]
     assert report["lives"][2]["resumed"]["swept"] == "clean"
+    decided = [(each["action"], each["ranks"], each["is_carried_out"]) for each in report["decisions"]]
+    assert decided == [
+        ("continue", [slow], False),
+        ("replace_machine", [wrong], True),
+        ("restart_in_place", [stuck], True),
+    ]
     assert [each.to_json() for each in reported(tmp_path)] == report["incidents"]
     assert len(list((tmp_path / "records").iterdir())) == ranks
     assert not (tmp_path / "memory").exists()
     output = done.stderr
     assert output.count("reported   ") == 3
+    assert output.count("decided    ") == 3
     assert output.count("Restarting the job") == 2
     assert "\x1b" not in output, "plain where there is no terminal"
 

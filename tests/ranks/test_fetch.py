@@ -35,7 +35,13 @@ def place(folder: Path, hosts: str, rank: int, step: int, tier: str, holder: int
 
 
 def furnish(
-    folder: Path, hosts: str, steps: Sequence[int] = (8, 6), size: int = 1000, *, replicated: bool = False
+    folder: Path,
+    hosts: str,
+    steps: Sequence[int] = (8, 6),
+    size: int = 1000,
+    *,
+    replicated: bool = False,
+    holders: dict[int, int | None] | None = None,
 ) -> dict[tuple, bytes]:
     """Every rank's state of these steps in all four places; what it is, by rank and step.
 
@@ -43,7 +49,7 @@ def furnish(
     """
     made = {}
     first = {step: os.urandom(size) if replicated else None for step in steps}
-    for rank, holder in replica_holders(hosts).items():
+    for rank, holder in (holders or replica_holders(hosts)).items():
         for step in steps:
             path = seal(folder / "made", rank, step, size, len(hosts), first[step])
             made[rank, step] = path.read_bytes()
@@ -144,6 +150,17 @@ def test_a_replaced_machine_gets_its_state_back_bit_by_bit(tmp_path: Path, hosts
             replica_holders(hosts)[rank],
         )
         assert answers[rank]["demoted"] == ()
+
+
+def test_copies_that_an_earlier_version_placed_in_a_ring_are_found(tmp_path: Path):
+    hosts = "abcd"
+    ring = {rank: (rank + 1) % 4 for rank in range(4)}
+    assert ring != replica_holders(hosts)
+    made = furnish(tmp_path, hosts, holders=ring)
+    shutil.rmtree(tmp_path / "b")
+    answers = recovered(tmp_path, hosts)
+    check(answers, made, 8)
+    assert answers[1]["source"] == (2, Tier.MEMORY, 2)
 
 
 def test_only_what_was_on_disk_survives_when_all_memory_is_lost(tmp_path: Path):

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from tests.support.ranks import LiveRanks, RankError, run_ranks
 from tests.support.small_job import until
-from torchscout.testing.local_ranks import _die_with_parent
+from torchscout.testing.local_ranks import die_with_parent
 
 ROOT = Path(__file__).parents[2]
 
@@ -195,7 +195,7 @@ def asking_late(started: Path, survived: Path) -> None:
     assert parent is not None
     started.write_text(str(os.getpid()))
     wait([parent.sentinel])
-    _die_with_parent()
+    die_with_parent()
     survived.touch()
 
 

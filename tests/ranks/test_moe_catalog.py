@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.mixture_jobs import Told, Trial, train
+from tests.support.mixture_jobs import Outcome, Trial, train
 from tests.support.ranks import RankError, run_ranks
 from torchscout.checkpoint.generation import TrustLevel
 from torchscout.checkpoint.selection import SweepResult
@@ -36,9 +36,9 @@ def trial_at(tmp_path: Path, *counts: int, ranks: int = 6, spread: int = 2, **se
     return replace(trial, **settings)
 
 
-def visited(told: Told) -> list[tuple[int, int]]:
+def visited(seen: Outcome) -> list[tuple[int, int]]:
     """Rows and layer of what was replayed, check by check."""
-    checks = {each.step: str(each.layer) for each in told.records if each.surface.endswith("/output")}
+    checks = {each.step: str(each.layer) for each in seen.records if each.surface.endswith("/output")}
     names = [name.split(" x") for name in checks.values()]
     return [(int(rows), LAYERS.index(layer)) for layer, rows in names]
 
@@ -52,7 +52,7 @@ def test_a_wrong_expert_weight_is_its_ranks_after_a_clean_cycle(
     faults = FaultPlan().flip_bit(rank=sick, at=f"{LAYERS[0]}/up", step=step, bit=20)
     trial = trial_at(tmp_path, 128, 512, ranks=ranks, steps=steps, faults=faults)
     everybody = run_ranks(train, ranks, trial, tmp_path / "run", timeout=300)
-    assert [told.fired for told in everybody] == [int(rank == sick) for rank in range(ranks)]
+    assert [seen.fired for seen in everybody] == [int(rank == sick) for rank in range(ranks)]
     (incident,) = everybody[0].incidents
     assert (incident.scope, incident.ranks) == (Scope.RANK, (sick,))
     assert incident.step == step
@@ -66,12 +66,12 @@ def test_every_shape_has_its_turn_however_uneven_the_routing_is(tmp_path: Path):
     trial = trial_at(tmp_path, 3, 40, 200, steps=6, uneven=2.0)
     everybody = run_ranks(train, 6, trial, tmp_path / "run", timeout=120)
     expected = {(rows,) * (EXPERTS // 2) for rows in (3, 40, 200)}
-    for told in everybody:
-        assert ([each.sentence for each in told.incidents], told.failures) == ([], [])
-        assert told.unchecked == {}
-        assert expected <= {tuple(counts) for counts in told.routed}
-        assert told.status["replay"]["lacking"] is None
-        covered = told.status["replay"]["coverage"]["experts"]
+    for seen in everybody:
+        assert ([each.sentence for each in seen.incidents], seen.failures) == ([], [])
+        assert seen.unchecked == {}
+        assert expected <= {tuple(counts) for counts in seen.routed}
+        assert seen.status["replay"]["lacking"] is None
+        covered = seen.status["replay"]["coverage"]["experts"]
         assert (covered["targets"], covered["cycles"]) == (3, 2), "paths of the device"
         assert (covered["modules"], covered["modules_visited"]) == (2, 2), "layers that represented them"
     assert [0, 0] in everybody[1].routed, "some experts are asked by nobody"
@@ -89,10 +89,10 @@ def test_what_is_wrong_at_one_number_of_rows_is_found_within_a_cycle_and_by_a_sw
     # New workers, one of which is on a sick machine.
     sick = replace(trial, sick=(3, 2 * 512, 0), killed=None, steps=0)
     swept = run_ranks(train, 6, sick, tmp_path / "swept", timeout=120)
-    for rank, told in enumerate(swept):
-        assert (told.fired > 0) == (rank == 3)
-        assert told.resumed is not None
-        assert (told.resumed.swept, told.resumed.role) == (SweepResult.SDC, TrustLevel.VERIFIED), told.resumed
+    for rank, seen in enumerate(swept):
+        assert (seen.fired > 0) == (rank == 3)
+        assert seen.resumed is not None
+        assert (seen.resumed.swept, seen.resumed.role) == (SweepResult.SDC, TrustLevel.VERIFIED), seen.resumed
     (incident,) = swept[0].incidents
     assert incident.ranks == (3,)
     assert {each.layer for each in incident.records} == {f"{LAYERS[1]} x512"}, "one layer represents both"
@@ -109,20 +109,20 @@ def test_what_is_wrong_at_one_number_of_rows_is_found_within_a_cycle_and_by_a_sw
 def test_a_checkpoint_is_verified_after_two_cycles_and_the_next_run_goes_on_within_one(tmp_path: Path):
     trial = trial_at(tmp_path, 8, 16, 24, 32, steps=10, directory=tmp_path / "kept")
     cycle = 4
-    for told in run_ranks(train, 6, trial, tmp_path / "run", timeout=120):
-        roles = [(each["latest"], each["candidate"], each["verified"]) for each in told.kept]
+    for seen in run_ranks(train, 6, trial, tmp_path / "run", timeout=120):
+        roles = [(each["latest"], each["candidate"], each["verified"]) for each in seen.kept]
         assert roles[cycle] == (cycle, cycle, None), "known to be sealed at the next check"
         assert roles[2 * cycle] == (2 * cycle, 2 * cycle, cycle)
-        assert told.kept[-1]["lacking"] is None
-        promotion = told.kept[-1]["promotion"]
+        assert seen.kept[-1]["lacking"] is None
+        promotion = seen.kept[-1]["promotion"]
         assert (promotion["step"], promotion["coverage"], promotion["paths"]) == (cycle, "full", cycle)
         assert (promotion["before"], promotion["after"]) == (cycle, cycle)
     further = run_ranks(train, 6, replace(trial, steps=13), tmp_path / "further", timeout=120)
-    for told in further:
-        assert told.resumed is not None
-        assert told.resumed.step == 10
+    for seen in further:
+        assert seen.resumed is not None
+        assert seen.resumed.step == 10
         order = [(8, 0), (16, 1), (24, 0), (32, 1), (8, 1), (16, 0), (24, 1), (32, 0)]
-        assert visited(told)[-3:] == [order[step % 8] for step in (10, 11, 12)]
+        assert visited(seen)[-3:] == [order[step % 8] for step in (10, 11, 12)]
 
 
 SHAPES = (16, 32, 48, 64)
@@ -140,30 +140,30 @@ def test_with_time_for_several_shapes_one_check_has_all_of_them(tmp_path: Path):
         trial_at(tmp_path, *SHAPES, ranks=3, spread=1, steps=3, sick=(1, EXPERTS * SHAPES[-1], 0))
     )
     everybody = run_ranks(train, 3, trial, tmp_path / "sick", timeout=120)
-    assert [told.fired > 0 for told in everybody] == [rank == 1 for rank in range(3)]
+    assert [seen.fired > 0 for seen in everybody] == [rank == 1 for rank in range(3)]
     (incident,) = everybody[0].incidents
     assert (incident.scope, incident.ranks, incident.step) == (Scope.RANK, (1,), 2)
     assert incident.records[0].layer == f"{LAYERS[1]} x{SHAPES[-1]}"
-    for told in everybody:
-        assert told.failures == []
-        assert told.status["replay"]["certified"] is None
+    for seen in everybody:
+        assert seen.failures == []
+        assert seen.status["replay"]["certified"] is None
 
     healthy = replace(trial, sick=None, steps=4, directory=tmp_path / "kept")
-    for told in run_ranks(train, 3, healthy, tmp_path / "healthy", timeout=120):
-        assert ([each.sentence for each in told.incidents], told.failures, told.unchecked) == ([], [], {})
-        replayed = [each for each in told.records if each.surface.endswith("/output")]
+    for seen in run_ranks(train, 3, healthy, tmp_path / "healthy", timeout=120):
+        assert ([each.sentence for each in seen.incidents], seen.failures, seen.unchecked) == ([], [], {})
+        replayed = [each for each in seen.records if each.surface.endswith("/output")]
         layers = [[str(each.layer) for each in replayed if each.step == step] for step in (1, 2, 3)]
         assert layers[0] == [f"{LAYERS[0]} x16"]
         assert layers[1] == [f"{LAYERS[1]} x{rows}" for rows in (32, 48, 64, 16)], "on one layer"
         assert layers[2] == [f"{LAYERS[0]} x{rows}" for rows in (32, 48, 64, 16)]
-        assert told.status["replay"]["coverage"]["experts"]["together"] == len(SHAPES)
-        assert [each["verified"] for each in told.kept] == [None, None, 2, 3], "four paths before and after"
+        assert seen.status["replay"]["coverage"]["experts"]["together"] == len(SHAPES)
+        assert [each["verified"] for each in seen.kept] == [None, None, 2, 3], "four paths before and after"
 
 
 def test_of_two_replicas_none_is_named_for_one_of_several_shapes(tmp_path: Path):
     trial = trial_at(tmp_path, *SHAPES, ranks=2, spread=1, steps=2, sick=(1, EXPERTS * SHAPES[-1], 0))
     everybody = run_ranks(train, 2, with_room(trial), tmp_path / "run", timeout=120)
-    assert [told.fired > 0 for told in everybody] == [False, True]
+    assert [seen.fired > 0 for seen in everybody] == [False, True]
     (incident,) = everybody[0].incidents
     assert (incident.scope, incident.ranks, incident.step) == (Scope.PEER_GROUP, (0, 1), 2)
 
@@ -174,17 +174,17 @@ def test_state_coverage_verifies_with_every_check_and_says_which_paths_it_had(tm
     )
     state = ("experts", "replicated_state")
     trial = replace(trial, replay=replace(trial.replay, recipes=state))
-    for told in run_ranks(train, 3, trial, tmp_path / "run", timeout=120):
-        assert (told.incidents, told.failures) == ([], [])
-        assert [each["verified"] for each in told.kept] == [None, 1, 2, 3]
-        assert [each["candidate"] for each in told.kept] == [None] * 4
-        had = [each["promotion"] and each["promotion"]["before"] for each in told.kept]
-        assert (had, told.kept[-1]["promotion"]["paths"]) == ([None, 1, 2, 3], 4)
+    for seen in run_ranks(train, 3, trial, tmp_path / "run", timeout=120):
+        assert (seen.incidents, seen.failures) == ([], [])
+        assert [each["verified"] for each in seen.kept] == [None, 1, 2, 3]
+        assert [each["candidate"] for each in seen.kept] == [None] * 4
+        had = [each["promotion"] and each["promotion"]["before"] for each in seen.kept]
+        assert (had, seen.kept[-1]["promotion"]["paths"]) == ([None, 1, 2, 3], 4)
     without = replace(
         trial, directory=tmp_path / "without", replay=replace(trial.replay, recipes=("experts",))
     )
-    for told in run_ranks(train, 3, without, tmp_path / "compares nothing", timeout=120):
-        assert [each["verified"] for each in told.kept] == [None] * 4, "no check has compared the state"
+    for seen in run_ranks(train, 3, without, tmp_path / "compares nothing", timeout=120):
+        assert [each["verified"] for each in seen.kept] == [None] * 4, "no check has compared the state"
 
 
 def test_a_job_that_loses_its_memory_within_a_cycle_goes_on_from_files_in_between(tmp_path: Path):
@@ -194,11 +194,11 @@ def test_a_job_that_loses_its_memory_within_a_cycle_goes_on_from_files_in_betwee
         run_ranks(train, 3, trial, tmp_path / "killed", timeout=120)
     shutil.rmtree(tmp_path / "kept" / "memory")
     again = replace(trial, killed=None, written=None)
-    for told in run_ranks(train, 3, again, tmp_path / "again", timeout=120):
-        assert told.resumed is not None
-        assert (told.resumed.step, told.resumed.role) == (4, TrustLevel.LATEST), told.resumed
-        assert told.resumed.swept is SweepResult.CLEAN
-        assert (told.incidents, told.failures) == ([], [])
+    for seen in run_ranks(train, 3, again, tmp_path / "again", timeout=120):
+        assert seen.resumed is not None
+        assert (seen.resumed.step, seen.resumed.role) == (4, TrustLevel.LATEST), seen.resumed
+        assert seen.resumed.swept is SweepResult.CLEAN
+        assert (seen.incidents, seen.failures) == ([], [])
 
 
 def spoiled(tmp_path: Path, how: str) -> Path:
@@ -223,12 +223,12 @@ def test_a_catalog_that_does_not_hold_is_refused_and_training_goes_on_without_it
         catalog_for(4, [8], tmp_path / "catalog.json")
     else:
         spoiled(tmp_path, how)
-    for told in run_ranks(train, 4, trial, tmp_path / "run", timeout=120):
-        assert (told.incidents, told.failures) == ([], [])
-        lacking = told.status["replay"]["lacking"]
+    for seen in run_ranks(train, 4, trial, tmp_path / "run", timeout=120):
+        assert (seen.incidents, seen.failures) == ([], [])
+        lacking = seen.status["replay"]["lacking"]
         assert lacking.startswith("the catalog of expert shapes was refused: rank 0: ")
-        assert told.status["checkpoint"]["lacking"] == lacking
-        last = told.kept[-1]
+        assert seen.status["checkpoint"]["lacking"] == lacking
+        last = seen.kept[-1]
         assert (last["verified"], last["capturing"]) == (2, 3), "by what is replayed as training called it"
         if how == "stale":
             assert "parameters was 'up 1x16x32" in lacking

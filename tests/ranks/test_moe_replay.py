@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.mixture_jobs import Told, Trial, train
+from tests.support.mixture_jobs import Outcome, Trial, train
 from tests.support.ranks import run_ranks
 from torchscout.config import ReplayConfig
 from torchscout.decision.record import Scope
@@ -35,7 +35,7 @@ EVERYTHING = Trial(4, 2, uneven=1.0, steps=10)
 SIX = Trial(6, 2, steps=4)
 
 
-def with_and_without(rank: int, trial: Trial, run_dir: Path) -> tuple[bool, Told]:
+def with_and_without(rank: int, trial: Trial, run_dir: Path) -> tuple[bool, Outcome]:
     alone = train(rank, trial, None)
     checked = train(rank, trial, run_dir)
     return alone.bits == checked.bits, checked

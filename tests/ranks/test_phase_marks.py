@@ -112,8 +112,8 @@ def test_a_rank_whose_dataset_is_slow_is_named_in_its_input(tmp_path: Path, work
 @pytest.mark.slow
 def test_the_settings_for_stragglers_apply_to_input(tmp_path: Path):
     patient = ReplayConfig(straggler=StragglerConfig(confirmations=1000))
-    told = run_ranks(train, 4, tmp_path, (1,), 0, True, patient, timeout=120)
-    assert told[1]["status"]["observer"]["rounds"] > 1, "its input was compared"
+    seen = run_ranks(train, 4, tmp_path, (1,), 0, True, patient, timeout=120)
+    assert seen[1]["status"]["observer"]["rounds"] > 1, "its input was compared"
     assert incidents(tmp_path) == []
 
 

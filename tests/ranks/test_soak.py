@@ -1,4 +1,5 @@
-"""A healthy job of many steps with observer, replay and checkpoints: nothing is reported, and nothing grows.
+"""A healthy job of many steps with observer, replay, checkpoints and permission to restart and replace:
+nothing is reported, nothing is done, and nothing grows.
 
 ``SCOUT_SOAK`` names another number of steps; ``make soak`` has twenty thousand.
 """
@@ -13,6 +14,7 @@ import pytest
 
 from tests.support.ranks import run_ranks
 from tests.support.soaking_job import INTERVAL, PARTS, Part, Soaked, sizes_in, train
+from torchscout.checkpoint.restart_plan import RestartPlan
 from torchscout.decision.record import Agreements
 from torchscout.decision.recorder import Stamped, read
 
@@ -75,7 +77,8 @@ def test_a_healthy_job_reports_nothing_and_does_not_grow(tmp_path: Path):
         assert grown(each.parts) == set()
         assert compared(tmp_path / "run" / "records" / f"rank-{rank}.jsonl") == STEPS // INTERVAL
     sizes = sizes_in(tmp_path / "run")
-    assert "incidents.jsonl" not in sizes
+    assert "incidents.jsonl" not in sizes, "no incident, and nothing was decided"
+    assert not RestartPlan.path(tmp_path / "files").exists()
     assert max(sizes.values()) < MOST_BYTES, sizes
 
 

@@ -62,7 +62,7 @@ class Trial:
 
 
 @dataclass(frozen=True, slots=True)
-class Told(Findings):
+class Outcome(Findings):
     bits: bytes
     routed: list[list[int]]
     """Rows that each of this rank's experts got, call by call."""
@@ -80,7 +80,7 @@ def build(trial: Trial, rank: int) -> tuple[DistributedDataParallel, dist.Proces
     return DistributedDataParallel(model), holders
 
 
-def train(rank: int, trial: Trial, run_dir: Path | None) -> Told:
+def train(rank: int, trial: Trial, run_dir: Path | None) -> Outcome:
     model, holders = build(trial, rank)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     watched = [_Watched(trial, rank, layer.mixture.experts) for layer in model.module.layer]
@@ -115,12 +115,12 @@ def train(rank: int, trial: Trial, run_dir: Path | None) -> Told:
     fired = len(injector.fired) + sum(each.fired for each in watched)
     routed = [counts for each in watched for counts in each.routed]
     if session is None or run_dir is None:
-        return Told(bits, routed, fired=fired)
+        return Outcome(bits, routed, fired=fired)
     incidents, failures, status = session.incidents, list(session.failures), dict(session.status())
     session.close()
     records = [line.item for line in read(run_dir / "records" / f"rank-{rank}.jsonl")]
     found = {"records": records, "incidents": list(incidents), "failures": failures, "status": status}
-    return Told(bits, routed, resumed, kept, fired=fired, **found)
+    return Outcome(bits, routed, resumed, kept, fired=fired, **found)
 
 
 def attached(

@@ -25,9 +25,21 @@ from torchscout.collectives.interceptor import Pending, listen
 from torchscout.config import Parallelism, ReplayConfig
 from torchscout.replay import replayer
 
-__all__ = ["CULPRIT", "STEPS", "Hang", "Seen", "failing_in_a_check", "has_fired", "late_in_a_check", "train"]
+__all__ = [
+    "CULPRIT",
+    "STEPS",
+    "STEPS_TO_COME_BACK",
+    "Hang",
+    "Seen",
+    "failing_in_a_check",
+    "has_fired",
+    "late_in_a_check",
+    "train",
+]
 
 CULPRIT, STEPS, FAULTY_STEP = 2, 8, 5
+STEPS_TO_COME_BACK = 16
+"""Enough for checks to come back after one has failed, and to certify the last step."""
 STALL = 7.0
 """Seconds; outlasts the threshold by far, and ends: the job then goes on and ends in order."""
 CYCLES = 1_900_000_000
@@ -110,8 +122,8 @@ class _Job:
         self.graph: tuple[torch.cuda.CUDAGraph, torch.Tensor] | None = None
         net[2].register_full_backward_hook(lambda *_: self.at("backward"))
 
-    def batches(self) -> Iterator[torch.Tensor]:
-        for _ in range(STEPS):
+    def batches(self, steps: int = STEPS) -> Iterator[torch.Tensor]:
+        for _ in range(steps):
             time.sleep(0.02)
             self.at("input")
             yield torch.randn(64, 256, device="cuda")
@@ -222,7 +234,7 @@ def late_in_a_check(rank: int, run_dir: Path) -> Seen:
         ) as session,
         listen(_LateOnce(job)),
     ):
-        for batch in session.watch_input(job.batches()):
+        for batch in session.watch_input(job.batches(STEPS_TO_COME_BACK)):
             job.step(batch)
         status = session.status()
     return Seen(job.steps, status)

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.support.replayed_job import Net, batch
 from torchscout.attach import enable_resiliency
-from torchscout.config import CheckpointConfig, ObserverConfig, ReplayConfig
+from torchscout.config import CheckpointConfig, ObserverConfig, RecoveryConfig, ReplayConfig
 from torchscout.decision.record import Incident
 from torchscout.session.session import Session
 
@@ -91,6 +91,7 @@ def train(rank: int, folder: Path, steps: int, leak: str | None = None) -> Soake
         observer=ObserverConfig(),
         checkpoint=CheckpointConfig(folder / "files"),
         run_dir=folder / "run",
+        recovery=RecoveryConfig(act=["restart", "replace"]),
     )
     session.resume()
     soaked, every, kept = Soaked(), steps // (PARTS * _SAMPLES), []

@@ -37,7 +37,7 @@ def found(step: int, layer: str) -> Incident:
         hosts=(),
         records=(record,),
         action=Action.REPLACE,
-        sentence="told",
+        sentence="seen",
     )
 
 
@@ -58,14 +58,14 @@ def test_a_fault_that_is_found_when_its_shape_is_due_passes():
 )
 def test_another_step_shape_or_layer_does_not(step: int, layer: str):
     given = in_its_turn(FAULTY, TOLD, [found(step, layer)], TURNS)
-    told = f"found at {layer} after step {step}, not at layer.0.mixture.experts x512 after step 4"
-    assert given == Grade(Flaw.WRONG_NAME, told)
+    seen = f"found at {layer} after step {step}, not at layer.0.mixture.experts x512 after step 4"
+    assert given == Grade(Flaw.WRONG_NAME, seen)
 
 
 @pytest.mark.parametrize(("cell", "cycles"), [(FAULTY, 0), (FAULTY, 2), (CLEAN, 1)])
 def test_a_cycle_that_is_missing_on_one_rank_proves_nothing(cell: Cell, cycles: int):
-    told = [
+    seen = [
         *(replace(each, cycles=1 if cell.faults else 3) for each in TOLD),
         MoeRankResult([], [], cycles, 0),
     ]
-    assert in_its_turn(cell, told, [], TURNS).flaw is Flaw.BROKEN
+    assert in_its_turn(cell, seen, [], TURNS).flaw is Flaw.BROKEN

@@ -28,19 +28,25 @@ from torchscout.campaign.tables import HEADS, screen_of
 from torchscout.cli.campaign import run_campaign
 from torchscout.cli.demo.runner import Picture
 from torchscout.cli.demo.scenario import Scenario
+from torchscout.cli.main import COMMANDS as LISTED
 from torchscout.cli.main import app
 
 ROOT = Path(torchscout.__file__).parent.parent
 DISCOVER = "--rows 1:2 --hidden 8 --intermediate 8 --kernel torch --device cpu"
+EXPORT = "--to dcp -o {gone}"
 NEEDED = {
     "discover": DISCOVER,
     "explain": "{dumps}",
+    "preflight": "true",
+    "hosts": "{folder}",
+    "report": "{folder}",
     "status": "{folder}",
     "campaign table": "{file}",
     "checkpoint list": "{checkpoints}",
     "checkpoint verify": "{checkpoints}",
     "checkpoint explain": "{checkpoints}",
     "checkpoint prune": "{checkpoints}",
+    "checkpoint export": f"{{checkpoints}} {EXPORT}",
 }
 """What a command cannot do without, each of it right."""
 OUTPUT = ("--output {folder}", "--output: {folder} is a folder; give a file")
@@ -59,6 +65,12 @@ CHECKPOINT = {
     "--world-size": ("{checkpoints} --world-size 3", "there is nothing of a job of 3 ranks here"),
 }
 WRONG: dict[str, dict[str, tuple[str, str]]] = {
+    "config": {"--check": ("--check {gone}", "cannot read {gone}: No such file"), "--output": OUTPUT},
+    "run": {
+        "COMMAND": ("nothing-like-this", "there is no command 'nothing-like-this'"),
+        "--config": ("--config {file} true", "{file}: 1 is no setting"),
+        "--run-dir": ("--run-dir {file} true", "--run-dir: {file} is a file; give a folder"),
+    },
     "demo": {
         "--fault": ("--fault fire", "fire"),
         "--ranks": ("--ranks 65", "--ranks"),
@@ -108,6 +120,29 @@ WRONG: dict[str, dict[str, tuple[str, str]]] = {
         "--rank-pattern": ("{dumps} --rank-pattern (", "'(' is not a regular expression"),
         "--output": OUTPUT,
     },
+    "preflight": {
+        "COMMAND": ("{gone}", "cannot run {gone}: No such file or directory"),
+        "--seconds": ("true --seconds 0", "--seconds"),
+        "--run-dir": ("true --run-dir {file}", "--run-dir: {file} is a file; give a folder"),
+        "--output": OUTPUT,
+    },
+    "hosts": {
+        "DIR": ("{gone}", "{gone} is not a folder"),
+        "--exclude-file": (
+            "{folder} --exclude-file {folder}",
+            "--exclude-file: {folder} is a folder; give a file",
+        ),
+        "--format": ("{folder} --format xml", "xml"),
+        "--output": OUTPUT,
+    },
+    "report": {"run_dir": ("{gone}", "{gone} is not a run directory"), "--output": OUTPUT},
+    "simulate": {
+        "--layout": ("--layout 8x16", "unknown layout '8x16'; give TPxPPxDP"),
+        "--ranks": ("--ranks 100", "100 ranks are not a multiple of 128"),
+        "--scenarios": ("--scenarios 0", "--scenarios"),
+        "--seed": ("--seed -1", "--seed"),
+        "--output": OUTPUT,
+    },
     "status": {"run_dir": ("{gone}", "{gone} is not the run directory of a job"), "--output": OUTPUT},
     "campaign paper": {
         **CAMPAIGN,
@@ -120,6 +155,15 @@ WRONG: dict[str, dict[str, tuple[str, str]]] = {
     "checkpoint list": CHECKPOINT,
     "checkpoint verify": CHECKPOINT,
     "checkpoint explain": CHECKPOINT,
+    "checkpoint export": {
+        "--output": OUTPUT,
+        "DIR": (f"{{folder}} {EXPORT}", "holds neither shards nor ledgers"),
+        "--job": (f"{{checkpoints}} --job other {EXPORT}", "there is no job 'other' here"),
+        "--world-size": (f"{{checkpoints}} --world-size 3 {EXPORT}", "nothing of a job of 3 ranks here"),
+        "--to": ("{checkpoints} --to zip -o {gone}", "--to: must be dcp or safetensors, got 'zip'"),
+        "-o": ("{checkpoints} --to dcp -o {file}", "-o: {file} exists and is not a folder"),
+        "--generation": (f"{{checkpoints}} --generation 77 {EXPORT}", "no generation of step 77 here"),
+    },
     "checkpoint prune": {**CHECKPOINT, "--keep": ("{checkpoints} --keep -1", "--keep")},
     "checkpoint adopt": {
         "DIR": ("{gone} --as job", "{gone}"),
@@ -132,7 +176,8 @@ WRONG: dict[str, dict[str, tuple[str, str]]] = {
 
 
 def commands(group: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
-    for name, command in group.commands.items():
+    for name in group.list_commands(None):
+        command = group.get_command(None, name)
         if hasattr(command, "commands"):
             yield from commands(command, (*path, name))
         else:
@@ -152,6 +197,25 @@ FLAGS = [
     for parameter in described.params
     if getattr(parameter, "is_flag", False)
 ]
+
+
+def test_the_list_of_commands_has_the_first_paragraph_of_each_commands_help():
+    group = typer.main.get_command(app)
+    for name, (_, summary) in LISTED.items():
+        assert " ".join(group.get_command(None, name).help.split("\n\n")[0].split()) == summary
+
+
+def test_the_list_of_commands_is_printed_without_importing_any_of_them():
+    code = (
+        "import sys; from torchscout.cli.main import app\n"
+        "app(['--help'], standalone_mode=False)\n"
+        "ours = {name for name in sys.modules if name.startswith('torchscout.')}\n"
+        "assert ours == {'torchscout.cli', 'torchscout.cli.main', 'torchscout.cli.console'}, ours\n"
+        "assert not {'numpy', 'torch', 'zmq'} & {*sys.modules}\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert all(f"  {name} " in done.stdout for name in LISTED)
 
 
 @pytest.fixture(scope="module")

@@ -37,7 +37,7 @@ def verified_after(config: ReplayConfig, layers: int, shapes: int, most: int) ->
     recipe = recipe_for([nn.Linear(1, 1) for _ in range(layers)], shapes)
     rotation, pace = Rotation({EXPERTS: recipe.order}, config.intervals), Pace(CPU, recipe.order.cycle)
     certifier = CertifiedSteps()
-    certifier.go_by(RecipeCycle(recipe.order.cycle))
+    certifier.set_coverage(RecipeCycle(recipe.order.cycle))
     for step in range(1, most + 1):
         pace.step_took(STEP)
         if (due := rotation.due(step)) == []:

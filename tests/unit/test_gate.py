@@ -30,7 +30,7 @@ OUTCOMES = {
 }
 
 
-def told(gate: CheckpointGate, *events: Event) -> tuple[CheckpointGate, list[Effects]]:
+def after_events(gate: CheckpointGate, *events: Event) -> tuple[CheckpointGate, list[Effects]]:
     effects = []
     for event in events:
         gate, effect = transition(gate, event)
@@ -61,15 +61,15 @@ def test_the_papers_two_recipes():
     assert steps(gate) == (2, 2, None)
     gate = train(gate, "hh")
     assert steps(gate) == (4, 4, 2)
-    gate, (found,) = told(gate, Checked(5, Outcome.SDC))
+    gate, (found,) = after_events(gate, Checked(5, Outcome.SDC))
     assert steps(gate) == (None, None, 2)
     assert found.retire == (Generation(4),)
-    gate, _ = told(gate, Recovered(Generation(2)))
+    gate, _ = after_events(gate, Recovered(Generation(2)))
     assert steps(gate) == (2, None, 2)
 
 
 def test_a_dense_model_is_certified_by_every_accepted_check():
-    gate, (checked, sealed) = told(
+    gate, (checked, sealed) = after_events(
         train(CheckpointGate(), "h"), Checked(20, Outcome.STRAGGLER), Sealed(Generation(20))
     )
     assert (checked.capture, checked.promote) == (Generation(20), None)
@@ -83,16 +83,16 @@ def test_pointers_do_not_move_to_what_is_not_sealed_on_every_rank(recipes: int |
     gate = train(CheckpointGate(recipes=recipes), "h")
     before = steps(gate)
     for step in (20, 40):  # every capture fails
-        gate, _ = told(gate, Checked(step, Outcome.HEALTHY))
+        gate, _ = after_events(gate, Checked(step, Outcome.HEALTHY))
         assert (gate.latest, gate.pending) == (Generation(1), Generation(step))
-        gate, _ = told(gate, Lost(Generation(step)))
+        gate, _ = after_events(gate, Lost(Generation(step)))
     assert (gate.latest, gate.pending) == (Generation(1), None)
     assert steps(gate) == before or recipes is not None
     assert Generation(40) not in gate.held
 
 
 def test_whether_a_capture_is_sealed_is_known_before_the_next_check():
-    gate, _ = told(CheckpointGate(), Checked(1, Outcome.HEALTHY))
+    gate, _ = after_events(CheckpointGate(), Checked(1, Outcome.HEALTHY))
     with pytest.raises(ValueError, match="report step 1 as sealed or lost before the next check"):
         transition(gate, Checked(2, Outcome.HEALTHY))
     with pytest.raises(ValueError, match="step 2 is not being captured; pending is step 1"):
@@ -126,7 +126,9 @@ def test_promotion_takes_two_cycles_and_then_comes_with_every_cycle(recipes: int
 
 
 def test_an_incomplete_check_captures_nothing_and_voids_the_cycle_but_not_the_candidate():
-    gate, (effects,) = told(train(CheckpointGate(recipes=3), "hhhhh"), Checked(6, Outcome.NOT_CHECKED))
+    gate, (effects,) = after_events(
+        train(CheckpointGate(recipes=3), "hhhhh"), Checked(6, Outcome.NOT_CHECKED)
+    )
     assert effects.capture is None
     assert (steps(gate), gate.accepted) == ((5, 3, None), 0)
     assert steps(train(gate, "hh")) == (8, 3, None), "the two before it do not count"
@@ -134,7 +136,7 @@ def test_an_incomplete_check_captures_nothing_and_voids_the_cycle_but_not_the_ca
 
 
 def test_a_rejected_check_voids_cycle_and_candidate():
-    gate, (effects,) = told(train(CheckpointGate(recipes=2), "hhh"), Checked(4, Outcome.REJECTED))
+    gate, (effects,) = after_events(train(CheckpointGate(recipes=2), "hhh"), Checked(4, Outcome.REJECTED))
     assert effects.capture is None
     assert (steps(gate), gate.accepted) == ((3, None, None), 0)
     assert steps(train(gate, "hh")) == (6, 6, None)
@@ -143,22 +145,22 @@ def test_a_rejected_check_voids_cycle_and_candidate():
 
 def test_corruption_is_latched_until_a_recovery():
     gate = train(CheckpointGate(recipes=1), "hhhx")
-    poisoned, effects = told(gate, *(Checked(step, Outcome.HEALTHY) for step in range(5, 9)))
+    poisoned, effects = after_events(gate, *(Checked(step, Outcome.HEALTHY) for step in range(5, 9)))
     assert steps(poisoned) == steps(gate) == (None, None, 2)
     assert all((each.capture, each.persist, each.promote) == (None, None, None) for each in effects)
     assert all("found at step 4" in each.reason for each in effects)
-    recovered, _ = told(poisoned, Recovered(Generation(2)))
+    recovered, _ = after_events(poisoned, Recovered(Generation(2)))
     assert steps(train(recovered, "hh")) == (4, 4, 3)
 
 
 def test_a_step_that_is_trained_again_is_another_generation():
-    gate, _ = told(train(CheckpointGate(), "hhhx"), Recovered(Generation(2)))
+    gate, _ = after_events(train(CheckpointGate(), "hhhx"), Recovered(Generation(2)))
     assert gate.trusted == (Generation(2),), "the abandoned lineage is gone"
     assert train(gate, "h").latest == Generation(3, lineage=1)
 
 
 def test_a_recovery_starts_a_new_pair_of_cycles():
-    gate, _ = told(train(CheckpointGate(recipes=2), "hhh"), Recovered(Generation(3)))
+    gate, _ = after_events(train(CheckpointGate(recipes=2), "hhh"), Recovered(Generation(3)))
     assert (steps(gate), gate.accepted) == ((3, None, None), 0)
     assert steps(train(gate, "hhh")) == (6, 5, None)
 
@@ -176,7 +178,7 @@ def test_what_may_be_loaded():
 
 
 def test_a_job_that_lost_everything_starts_over_and_says_so():
-    gate, effects = told(train(CheckpointGate(), "h"), Lost(Generation(1)), Recovered(None))
+    gate, effects = after_events(train(CheckpointGate(), "h"), Lost(Generation(1)), Recovered(None))
     assert effects[-1].reason == "the job continues from step 0 as lineage 1"
     assert train(gate, "h").latest == Generation(1, lineage=1)
 
@@ -184,14 +186,14 @@ def test_a_job_that_lost_everything_starts_over_and_says_so():
 def test_a_candidate_that_is_still_being_written_waits_for_the_next_check():
     gate = train(CheckpointGate(recipes=2, persist_every=9), "hhhhh", write=False)
     assert steps(gate) == (5, 2, None)
-    gate, _ = told(gate, Written(Generation(2)))
+    gate, _ = after_events(gate, Written(Generation(2)))
     assert steps(train(gate, "h")) == (6, 6, 2)
 
 
 def test_a_failed_write_moves_no_pointer():
     gate = train(train(CheckpointGate(recipes=2, persist_every=9), "hhhh"), "hh", write=False)
     assert steps(gate) == (6, 6, 4)
-    gate, _ = told(gate, WriteFailed(Generation(6)))
+    gate, _ = after_events(gate, WriteFailed(Generation(6)))
     assert steps(gate) == (6, None, 4)
     assert steps(train(gate, "hh")) == (8, 8, 4)
     assert steps(train(gate, "hhhh")) == (10, 10, 8)
@@ -222,16 +224,16 @@ def test_within_a_long_cycle_files_are_written_in_between_and_are_never_promoted
 
 def test_files_in_between_replace_a_latest_that_is_lost():
     gate = train(CheckpointGate(recipes=7, persist_every=2), "hhhhh")
-    gate, _ = told(gate, Lost(Generation(5)))
+    gate, _ = after_events(gate, Lost(Generation(5)))
     assert (steps(gate), gate.interim) == ((4, None, None), Generation(4))
-    recovered, _ = told(gate, Recovered(Generation(4)))
+    recovered, _ = after_events(gate, Recovered(Generation(4)))
     assert steps(recovered) == (4, None, None)
-    nothing, _ = told(gate, Lost(Generation(4)))
+    nothing, _ = after_events(gate, Lost(Generation(4)))
     assert steps(nothing) == (None, None, None)
 
 
 def test_files_in_between_do_not_survive_corruption():
-    gate, (effects,) = told(
+    gate, (effects,) = after_events(
         train(CheckpointGate(recipes=7, persist_every=2), "hhhhh"), Checked(6, Outcome.SDC)
     )
     assert (steps(gate), gate.interim, in_files(gate)) == ((None, None, None), None, [])
@@ -241,7 +243,7 @@ def test_files_in_between_do_not_survive_corruption():
 def test_files_in_between_that_are_late_delay_the_end_of_a_cycle_by_a_check():
     gate = train(CheckpointGate(recipes=3, persist_every=2), "hhh", write=False)
     assert (steps(gate), gate.writing) == ((3, None, None), Generation(2))
-    gate, _ = told(gate, Written(Generation(2)))
+    gate, _ = after_events(gate, Written(Generation(2)))
     assert steps(train(gate, "h")) == (4, 4, None)
 
 
@@ -259,16 +261,18 @@ def test_a_check_may_have_several_recipes_of_a_cycle():
 
 
 def test_a_failed_write_of_certified_state_leaves_it_certified_in_memory():
-    gate, _ = told(train(CheckpointGate(), "h", write=False), WriteFailed(Generation(1)))
+    gate, _ = after_events(train(CheckpointGate(), "h", write=False), WriteFailed(Generation(1)))
     assert (steps(gate), gate.durable) == ((1, None, 1), ())
     assert train(gate, "h").durable == (Generation(2),)
-    rare, _ = told(train(CheckpointGate(persist_every=3), "h", write=False), WriteFailed(Generation(1)))
+    rare, _ = after_events(
+        train(CheckpointGate(persist_every=3), "h", write=False), WriteFailed(Generation(1))
+    )
     assert train(rare, "h").durable == (), "a disk that stays full is not tried at every check"
 
 
 def test_files_whose_generation_was_voided_meanwhile_are_deleted():
     gate = train(CheckpointGate(recipes=1), "hx", write=False)
-    _, (effects,) = told(gate, Written(Generation(1)))
+    _, (effects,) = after_events(gate, Written(Generation(1)))
     assert effects.retire == (Generation(1),)
 
 
@@ -289,12 +293,12 @@ def test_the_first_certified_generation_is_written_and_then_every_third():
 
 def test_after_a_recovery_from_memory_the_next_one_is_written():
     gate = CheckpointGate(persist_every=5)
-    lost, _ = told(gate, Checked(1, Outcome.HEALTHY), Lost(Generation(1)))
+    lost, _ = after_events(gate, Checked(1, Outcome.HEALTHY), Lost(Generation(1)))
     assert written_of(lost, 3) == [2], "the first that is not lost"
-    failed, _ = told(train(gate, "h", write=False), WriteFailed(Generation(1)))
-    from_memory, _ = told(failed, Recovered(Generation(1)))
+    failed, _ = after_events(train(gate, "h", write=False), WriteFailed(Generation(1)))
+    from_memory, _ = after_events(failed, Recovered(Generation(1)))
     assert written_of(from_memory, 3) == [2]
-    from_files, _ = told(failed, Recovered(Generation(1), in_files=True))
+    from_files, _ = after_events(failed, Recovered(Generation(1), in_files=True))
     assert from_files.durable == (Generation(1),)
     assert written_of(from_files, 6) == [6]
 
@@ -304,7 +308,7 @@ def test_the_newest_files_stay_while_newer_state_is_only_in_memory():
     assert gate.trusted == (Generation(1), Generation(3))
     gate = train(gate, "h", write=False)
     assert Generation(1) in gate.held, "the files of step 4 are not sealed yet"
-    gate, (effects,) = told(gate, Written(Generation(4)))
+    gate, (effects,) = after_events(gate, Written(Generation(4)))
     assert effects.retire == (Generation(1),)
 
 
@@ -314,7 +318,7 @@ def test_as_many_older_ones_are_kept_as_asked_for():
 
 
 def test_a_damaged_verified_generation_leaves_the_next_older_one():
-    gate, _ = told(train(CheckpointGate(recipes=1), "hhhh"), Lost(Generation(3)))
+    gate, _ = after_events(train(CheckpointGate(recipes=1), "hhhh"), Lost(Generation(3)))
     assert steps(gate) == (4, 4, 2)
 
 
@@ -326,7 +330,7 @@ def test_checks_come_in_the_order_of_training(event: Event):
 
 def test_a_state_survives_json():
     gate = train(train(CheckpointGate(recipes=2, keep=3), "hhhhh"), "h", write=False)
-    gate, _ = told(gate, Checked(7, Outcome.HEALTHY))
+    gate, _ = after_events(gate, Checked(7, Outcome.HEALTHY))
     assert gate.pending
     assert CheckpointGate.from_json(json.loads(json.dumps(gate.to_json()))) == gate
 
@@ -383,8 +387,8 @@ def test_a_state_of_an_earlier_version_is_read():
 
 
 def test_memory_holds_the_latest_and_what_is_being_captured_and_what_still_goes_to_files():
-    gate, _ = told(train(CheckpointGate(keep=5), "hhh", write=False), Checked(4, Outcome.HEALTHY))
+    gate, _ = after_events(train(CheckpointGate(keep=5), "hhh", write=False), Checked(4, Outcome.HEALTHY))
     assert [each.step for each in sorted(gate.in_memory)] == [1, 3, 4]
-    gate, _ = told(gate, Written(Generation(1, 0)))
+    gate, _ = after_events(gate, Written(Generation(1, 0)))
     assert [each.step for each in sorted(gate.in_memory)] == [3, 4]
     assert Generation(1, 0) in gate.held

@@ -7,6 +7,7 @@ from tests.support.stuck_job import (
     StuckJob,
     found,
     four_by_two,
+    nodes,
     others,
     replicas,
     with_and_without_stacks,
@@ -138,3 +139,20 @@ def test_without_stacks_a_whole_line_that_is_equally_far_is_not_blamed_on_its_ra
     job.waiting[2] = True
     incident = found(job)
     assert (incident.scope, incident.ranks) == (Scope.PROCESS_GROUP, (0, 1))
+
+
+def test_of_several_absent_ranks_none_is_named_for_a_stall():
+    """Messages get lost: rank 7, which takes no part, is absent too, so that rank 1's absence says little."""
+    job = StuckJob(Mesh.grid(replica=8, hosts=nodes(8)))
+    job.issue(job.group("couple", 0, 1), 0, 1)
+    job.absent |= {1}
+    assert found(job).ranks == (1,), "one absent rank explains the stall by itself"
+    job.absent |= {7}
+    incident = found(job)
+    assert (incident.scope, incident.ranks, incident.action) == (
+        Scope.PROCESS_GROUP,
+        (0, 1),
+        Action.INSPECT,
+    )
+    assert "Rank 1 did not answer: it is not known whether" in incident.sentence
+    assert "Rank 7 did not answer" in incident.sentence

@@ -15,6 +15,7 @@ from torchscout.session.off import Off
 from torchscout.session.session import Session
 
 ARGUMENTS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
+    "before_close": ((lambda: None,), {}),
     "watch_input": (([1, 2],), {}),
     "checkpoint_io": (("read",), {}),
     "register_state": (("schedule", object()), {}),

@@ -89,6 +89,11 @@ def decided(
             Action.INSPECT,
             Failure.STRAGGLER,
         ),
+        (
+            incident(Manifestation.NOT_CHECKED, scope=Scope.JOB, ranks=(), hosts=()),
+            Action.CONTINUE,
+            Failure.OTHER,
+        ),
     ],
 )
 def test_each_kind_of_incident_has_its_answer(found: Incident, action: Action, failure: Failure):
@@ -97,6 +102,24 @@ def test_each_kind_of_incident_has_its_answer(found: Incident, action: Action, f
     assert (decision.ranks, decision.hosts, decision.step) == (found.ranks, found.hosts, found.step)
     assert decision.sentence.endswith(".")
     assert not decision.is_carried_out
+
+
+@pytest.mark.parametrize("manifestation", list(Manifestation))
+@pytest.mark.parametrize("scope", [Scope.PEER_GROUP, Scope.PROCESS_GROUP, Scope.JOB])
+@pytest.mark.parametrize("ranks", [(), (0, 1, 2), (0, 1, 2, 3)])
+def test_nothing_is_done_about_an_inconclusive_incident(
+    manifestation: Manifestation, scope: Scope, ranks: tuple[int, ...]
+):
+    """Also after earlier restarts, and with all permissions: only a disagreeing pair is replaced."""
+    found = incident(manifestation, action=Action.INSPECT, scope=scope, ranks=ranks)
+    record = replace(found.records[0], verdict=Verdict(Status.INCONCLUSIVE, (), (1.0, 2.0, 3.0, 4.0)))
+    found = replace(found, records=(record,))
+    allowed = RecoveryConfig(act=("restart", "replace"), max_restarts=1)
+    for restarts in ([], [decided(HANG)], [decided(SDC)] * 3):
+        for has_verified in (True, False):
+            decision = decided(found, *restarts, config=allowed, has_verified=has_verified)
+            assert decision.action in (Action.INSPECT, Action.CONTINUE)
+            assert not is_allowed(decision, allowed)
 
 
 def test_sentences_name_machines_ranks_and_the_reason():

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 from tests.unit.test_record import INCIDENT
 from torchscout.cli.main import app
 from torchscout.decision.record import Manifestation, Resolved
-from torchscout.decision.recorder import JsonlRecorder
+from torchscout.decision.recorder import REPLAY_FILE, JsonlRecorder
 from torchscout.observer.record.directory import End, How, RankEntry, read_roster
 from torchscout.session.ending import add_run, mark_recovered
 
@@ -166,7 +166,7 @@ def test_what_cannot_be_told_is_not_healthy(tmp_path: Path):
 
 def test_ranks_of_other_machines_are_not_looked_at(tmp_path: Path):
     ended(tmp_path, "finished", rank=0, size=2)
-    replace(RankEntry.own(1, tmp_path / "record", 2), host="another").write(tmp_path)
+    replace(RankEntry.own(1, tmp_path / "record", 2), host="another", hostname="another").write(tmp_path)
     found = report(tmp_path)
     assert (found["state"], found["exit_status"]) == ("elsewhere", 0)
     assert found["ranks"][1]["inside"] == "run scout status on another"
@@ -197,3 +197,25 @@ def test_watching_ends_with_the_job(tmp_path: Path):
     assert "finished, step 3" in rest
     assert watching.returncode == 0
     assert ask(tmp_path, "--watch", "--json").exit_code == 2
+
+
+def test_a_job_whose_checks_are_off_says_since_when(tmp_path: Path):
+    ended(tmp_path, "finished")
+    assert report(tmp_path)["replay"] is None
+    sentence = "checks are off since step 60, next attempt at step 100 (2 of 4): ChannelError: late"
+    (tmp_path / REPLAY_FILE).write_text(json.dumps({"on": False, "since": 60, "sentence": sentence}))
+    assert report(tmp_path)["replay"]["since"] == 60
+    assert sentence in " ".join(ask(tmp_path).stdout.split())
+    for damaged in ("", "[]", "{}"):
+        (tmp_path / REPLAY_FILE).write_text(damaged)
+        assert report(tmp_path)["replay"] is None
+
+
+def test_checks_that_stay_off_are_an_open_incident_and_no_corruption(tmp_path: Path):
+    ended(tmp_path, "finished")
+    off = replace(INCIDENT, manifestation=Manifestation.NOT_CHECKED, sentence="checks stay off")
+    with closing(JsonlRecorder(tmp_path, 0)) as lines:
+        lines.record(off)
+    found = report(tmp_path)
+    assert (found["exit_status"], found["incidents"][0]["manifestation"]) == (1, "not_checked")
+    assert "corrupt" not in found["sentence"]

@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from typing import Any
 
 import pytest
 
 from torchscout.config import BaselineConfig, StragglerConfig
 from torchscout.decision.consensus import Status
 from torchscout.decision.straggler.diagnosis import Stragglers
-from torchscout.decision.straggler.timings import Lap, Measured, Timings, axis_of
+from torchscout.decision.straggler.measured import Lap, Measured, Table, axis_of, encode, tables
+from torchscout.decision.straggler.timings import Timings
+from torchscout.decision.tree import Runs
 from torchscout.mesh import Mesh, MeshAddress
 
 GRID = Mesh.grid(replica=3, tensor=2)
 """Tensor-parallel pairs (0, 1), (2, 3), (4, 5)."""
 
 
-def received_timings(mesh: Mesh, *measured: Measured) -> list[list[dict[str, Any]]]:
-    """What each rank says, as it arrives."""
-    return json.loads(json.dumps([[each.to_json(mesh)] for each in measured]))
+def received_timings(mesh: Mesh, *measured: Measured | None) -> list[Table]:
+    """What each rank sends, as it arrives; None from a rank without times."""
+    sent = [encode([] if each is None else [each], mesh) for each in measured]
+    layouts, columns = (Runs.joined([Runs.of(each) for each in part]) for part in zip(*sent, strict=True))
+    return tables(Runs.decode(layouts.encode()), Runs.decode(columns.encode()))
 
 
 def module(milliseconds: float, *laps: Lap, shape: tuple[int, ...] = (2, 8)) -> Measured:
@@ -52,16 +54,14 @@ def test_own_work_is_compared_among_peers_only():
 
 def test_a_rank_without_times_is_left_out_and_not_called_slow():
     mesh = Mesh.grid(replica=4)
-    timings = received_timings(mesh, *map(module, [1.0, 1.0, 1.0, 1.0]))
-    timings[2] = []
+    timings = received_timings(mesh, module(1.0), module(1.0), None, module(1.0))
     (record,) = Timings(1, mesh, timings).computation()
     assert (record.peers, record.status) == ((0, 1, 3), "agree")
 
 
 def test_a_single_remaining_rank_is_not_compared():
     mesh = Mesh.grid(replica=2)
-    timings = received_timings(mesh, *map(module, [1.0, 1.0]))
-    assert Timings(1, mesh, [timings[0], []]).computation() == []
+    assert Timings(1, mesh, received_timings(mesh, module(1.0), None)).computation() == []
 
 
 def test_work_of_another_size_is_not_compared():
@@ -90,11 +90,10 @@ def test_a_collective_took_what_its_last_member_saw_each_time():
 
 @pytest.mark.parametrize("partial", [[], [[1.0]]], ids=["no times", "fewer times"])
 def test_a_group_of_which_a_member_is_missing_is_not_measured(partial: list[list[float]]):
-    timings = received_timings(GRID, *pairs(*[(1.0, 1.0)] * 6))
-    timings[3] = timings[3] if partial else []
-    for each in timings[3]:
-        each["laps"][0][-1] = partial[0]
-    times, records = Timings(1, GRID, timings).communication()
+    sent: list[Measured | None] = [*pairs(*[(1.0, 1.0)] * 3, *(partial or [()]), *[(1.0, 1.0)] * 2)]
+    if not partial:
+        sent[3] = None
+    times, records = Timings(1, GRID, received_timings(GRID, *sent)).communication()
     assert {each.ranks for each in times} == {(0, 1), (4, 5)}
     assert {each.peers for each in records} == {(0, 4), (1, 5)}
 
@@ -133,7 +132,7 @@ def test_a_group_is_named_by_its_axis():
 def test_the_size_of_the_message_does_not_grow_with_the_group():
     mesh = Mesh.grid(shard=512)
     lap = Lap("time/all_gather", tuple(range(512)), 100, (1.0,))
-    assert len(json.dumps(module(1.0, lap).to_json(mesh))) < 200
+    assert sum(map(len, encode([module(1.0, lap)], mesh))) < 200
 
 
 ORDINARY = StragglerConfig()

@@ -13,7 +13,7 @@ from torchscout.session.promotion import CheckCoverage
 def trusted_after(*outcomes: Outcome, recipes: int | None = None, idle: tuple[int, ...] = ()) -> int | None:
     """Checks at steps 10, 20 and so on, of which the ``idle`` ones go over nothing that counts."""
     certifier = CertifiedSteps()
-    certifier.go_by(RecipeCycle(recipes))
+    certifier.set_coverage(RecipeCycle(recipes))
     for number, outcome in enumerate(outcomes, start=1):
         check = CheckCoverage(paths=int(number not in idle))
         certifier.decide(10 * number, certifier.votes(outcome, differs=False), check)

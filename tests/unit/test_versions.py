@@ -34,7 +34,7 @@ def test_a_release_of_the_tried_series_needs_no_warning(distribution: str, versi
 
 
 @pytest.mark.parametrize(
-    ("distribution", "version", "told"),
+    ("distribution", "version", "logged"),
     [
         ("deepspeed", "0.18.9", "older than 0.19.8"),
         ("deepspeed", "1.0rc1", "newer than 0.19.8"),
@@ -42,9 +42,9 @@ def test_a_release_of_the_tried_series_needs_no_warning(distribution: str, versi
         ("transformers", "4.57", "older than 5.22.2"),
     ],
 )
-def test_any_other_release_is_one_sentence(distribution: str, version: str, told: str):
+def test_any_other_release_is_one_sentence(distribution: str, version: str, logged: str):
     assert untried(distribution, version) == (
-        f"{distribution} {version} is {told}, the newest release that torchscout was tried with"
+        f"{distribution} {version} is {logged}, the newest release that torchscout was tried with"
     )
 
 
@@ -70,12 +70,12 @@ def test_what_is_missing_is_named():
 
 
 def test_an_untried_release_without_anything_missing_warns(monkeypatch: pytest.MonkeyPatch):
-    told: list[str] = []
-    monkeypatch.setattr(log, "warning", lambda text, *values: told.append(text % values))
+    logged: list[str] = []
+    monkeypatch.setattr(log, "warning", lambda text, *values: logged.append(text % values))
     require("accelerate", "1.99", {"os.path.join": ()})
-    assert told == []
+    assert logged == []
     require("accelerate", "2.0", {"os.path.join": ()})
-    assert [each.partition(",")[0] for each in told] == ["accelerate 2.0 is newer than 1.15.0"]
+    assert [each.partition(",")[0] for each in logged] == ["accelerate 2.0 is newer than 1.15.0"]
     with pytest.raises(ScoutError, match=r"^accelerate 2\.0 has no os\.nothing; 1\.15\.0 is the newest"):
         require("accelerate", "2.0", {"os.nothing": ()})
 

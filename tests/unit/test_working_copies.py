@@ -44,6 +44,7 @@ class Job:
         replay = self.recipe.begin(0, is_source=True)
         replay.prepare([replay.describe()], 0)
         found = self.recipe.changed
+        replay.settle()
         replay.release()
         return found
 

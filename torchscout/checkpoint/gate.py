@@ -18,6 +18,7 @@ from torchscout.checkpoint.gate_state import (
     Event,
     Lost,
     Outcome,
+    Realigned,
     Recovered,
     Sealed,
     WriteFailed,
@@ -43,6 +44,8 @@ __all__ = ["CheckpointGate", "transition"]
 #              rotations restart and a replaced machine may hide what the old one did wrong.
 # sealed       The pending generation gets its role.
 # write failed A candidate without files is dropped; the current cycle goes on. Certified state is in memory.
+# realigned    After a check that failed on some ranks: the state that all ranks can rely on replaces each
+#              rank's own.
 # lost         The generation is dropped. The next older verified one takes the place of a verified one, and
 #              the newest candidate in files that of the latest: [Note: candidates in between].
 #
@@ -259,6 +262,10 @@ def _recovered(gate: CheckpointGate, event: Recovered) -> _Next:
     return gate, Effects(reason=f"the job continues from {origin} as lineage {gate.lineage}")
 
 
+def _realigned(_: CheckpointGate, event: Realigned) -> _Next:
+    return event.gate, Effects(reason="checks continue after a failure: the cycle starts again")
+
+
 _REFUSALS: dict[Outcome, Callable[[CheckpointGate], _Next]] = {
     Outcome.NOT_CHECKED: _not_checked,
     Outcome.REJECTED: _rejected,
@@ -270,6 +277,7 @@ _TRANSITIONS: dict[type, Callable[[CheckpointGate, Any], _Next]] = {
     Written: _written,
     WriteFailed: _write_failed,
     Lost: _lost,
+    Realigned: _realigned,
     Recovered: _recovered,
 }
 

@@ -19,6 +19,7 @@ __all__ = [
     "Event",
     "Lost",
     "Outcome",
+    "Realigned",
     "Recovered",
     "Sealed",
     "WriteFailed",
@@ -92,7 +93,14 @@ class Recovered:
     """Whether every rank also has it on disk."""
 
 
-Event = Checked | Sealed | Written | WriteFailed | Lost | Recovered
+@dataclass(frozen=True, slots=True)
+class Realigned:
+    """A check failed, and ranks may have applied its votes or not: all continue with this state."""
+
+    gate: CheckpointGate
+
+
+Event = Checked | Sealed | Written | WriteFailed | Lost | Recovered | Realigned
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,6 +189,16 @@ class CheckpointGate:
         """Every generation that memory must hold, because it is not in files yet or is the latest."""
         single = {each for each in (self.writing, self.pending) if each is not None}
         return frozenset(single).union(self.captured)
+
+    def steps(self) -> dict[str, Any]:
+        """Return the steps of the generations by role, for a person; None where there is none."""
+        roles = {name: getattr(self, name) for name in ("latest", "candidate", "interim", "verified")}
+        return {
+            **{name: None if each is None else each.step for name, each in roles.items()},
+            "capturing": None if self.pending is None else self.pending.step,
+            "durable": [each.step for each in self.durable],
+            "poisoned": self.poisoned,
+        }
 
     def to_json(self) -> dict[str, Any]:
         plain: dict[str, Any] = {name: getattr(self, name) for name in _NUMBERS}

@@ -27,6 +27,7 @@ __all__ = [
     "path_of",
     "ranks_in",
     "read",
+    "realigned",
     "reconcile",
     "remove",
     "settled",
@@ -167,6 +168,18 @@ def reconcile(gates: Sequence[CheckpointGate | None]) -> CheckpointGate:
         lineage=max(gate.lineage for gate in known),
         step=max(gate.step for gate in known),
     )
+
+
+def realigned(states: Sequence[Any]) -> CheckpointGate:
+    """Combine the ranks' states, as JSON, into one that a running job continues from after a failed check.
+
+    All ranks had the same state before that check. If some have applied its votes and others have not, the
+    state is what ``reconcile`` can rely on; what only some ranks are capturing or writing is given up. In any
+    case a new cycle begins, since the steps until now were not checked.
+    """
+    gates = [CheckpointGate.from_json(each) for each in states]
+    gate = gates[0] if all(each == gates[0] for each in gates) else reconcile(gates)
+    return replace(gate, accepted=0)
 
 
 def settled(gate: CheckpointGate, is_there: Callable[[Generation], bool]) -> CheckpointGate:

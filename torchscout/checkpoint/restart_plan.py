@@ -14,11 +14,15 @@ from typing import Any
 
 from torchscout.decision.record import Action, Decision, Failure, from_json
 from torchscout.errors import RestartPlanError
+from torchscout.utils.identity import is_host_name
 from torchscout.utils.private_files import make_folders, open_private, replace_text
 
-__all__ = ["SCHEMA", "RestartPlan"]
+__all__ = ["FOLDER_VARIABLE", "SCHEMA", "RestartPlan"]
 
 _NAME = "restart-plan.json"
+FOLDER_VARIABLE = "TORCHSCOUT_PLAN"
+"""The environment variable by which an agent of ``--rdzv-backend=scout`` names the folder of its workers'
+plan."""
 SCHEMA = 1
 """Version of the file; other versions are refused."""
 _MAX_BYTES = 1 << 20
@@ -53,6 +57,14 @@ class RestartPlan:
             restarts=(*self.restarts, decision)[-_MAX_RESTARTS:],
             is_stopped=decision.action is Action.STOP,
         )
+
+    def reasons(self) -> dict[str, str]:
+        """Return the excluded machines, each with the decision that excluded it."""
+        why = dict.fromkeys(filter(is_host_name, self.excluded), "The restart plan excludes it.")
+        for decision in self.restarts:
+            if decision.action is Action.REPLACE:
+                why |= {host: decision.sentence for host in decision.hosts if host in why}
+        return why
 
     def used(self) -> RestartPlan:
         """The plan after its checkpoint has been loaded, when its failure no longer applies."""
@@ -126,7 +138,7 @@ def _restart(document: Any) -> Decision:
     for number in (decision.step, *decision.ranks):
         if type(number) is not int or number < 0:
             raise ValueError(f"not a step or a rank: {number!r:.80}")
-    for text in (decision.sentence, *decision.hosts):
+    for text in (decision.sentence, *decision.hosts, *decision.devices):
         _text(text)
     return decision
 

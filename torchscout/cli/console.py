@@ -109,9 +109,9 @@ def checked(command: Callable[..., None]) -> Callable[..., None]:
 
     @wraps(command)
     def run(**given: Any) -> None:
-        for name in ("output", "html"):
+        for name in ("output", "html", "exclude_file"):
             if given.get(name) is not None:
-                with refusing(f"--{name}"):
+                with refusing(f"--{name.replace('_', '-')}"):
                     _refuse_unwritable(given[name])
         command(**given)
 

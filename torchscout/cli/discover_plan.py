@@ -185,7 +185,7 @@ def _made(text: str) -> nn.Module:
 
 
 class Listener(Protocol):
-    """Is told the progress of a discovery."""
+    """Receives the progress of a discovery."""
 
     def begin(self, kernel: str, shapes: int) -> None:
         """Called before the first of ``shapes`` shapes."""

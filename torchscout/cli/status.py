@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import socket
+import json
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,7 @@ import typer
 from torchscout.cli.console import AsJson, Output, print_report
 from torchscout.decision.progress import Process, Progress
 from torchscout.decision.record import Incident, Manifestation, Resolved
-from torchscout.decision.recorder import IncidentLog
+from torchscout.decision.recorder import REPLAY_FILE, IncidentLog
 from torchscout.errors import TornRecordError
 from torchscout.observer.record.directory import End, RankEntry, read_ends, read_roster
 from torchscout.observer.record.reader import ProgressReader
@@ -91,6 +91,7 @@ def examined(run_dir: Path) -> dict[str, Any]:
         "state": state,
         "exit_status": judged(state, ranks, incidents, missing),
         "sentence": sentence(state, ranks, incidents, missing),
+        "replay": replay_of(run_dir),
         "ranks": ranks,
         "incidents": incidents,
         "decisions": decisions_of(run_dir),
@@ -138,10 +139,11 @@ def sentence(
 
 def standing(entry: RankEntry, end: End | None = None) -> dict[str, Any]:
     """The state of one rank, as far as it is visible from this machine."""
-    line: dict[str, Any] = {"rank": entry.rank, "host": entry.host, "pid": entry.pid}
+    line: dict[str, Any] = {name: getattr(entry, name) for name in ("rank", "host", "pid", "interface")}
+    line["device_name"] = entry.device
     if end is not None and end.record == entry.record:
         return {**line, "state": end.how, "step": end.step, "inside": " ".join(end.why.split()) or None}
-    if entry.host != socket.gethostname():
+    if not entry.is_here:
         return {**line, "state": "elsewhere", "inside": f"run scout status on {entry.host}"}
     try:
         reader = ProgressReader(Path(entry.record))
@@ -178,6 +180,16 @@ def without_record(entry: RankEntry) -> str:
         return "killed"
     # A session without an observer has no record; other sessions remove theirs when they close.
     return Process.RUNNING.value if entry.has_no_observer else "finished"
+
+
+def replay_of(run_dir: Path) -> dict[str, Any] | None:
+    """Whether checks are on; None if they have never failed, or rank 0 could not write that down."""
+    try:
+        found = json.loads((run_dir / REPLAY_FILE).read_text())
+    except (OSError, ValueError):
+        return None
+    is_known = isinstance(found, dict) and isinstance(found.get("sentence"), str)
+    return found if is_known else None
 
 
 def device_of(progress: Progress) -> str | None:
@@ -224,6 +236,8 @@ def screen(report: dict[str, Any]) -> str:
         for rank in report["ranks"]
     ]
     lines = [f"{report['run_dir']}: {report['sentence']}", "", *aligned([heads, *rows])]
+    if (replay := report["replay"]) is not None:
+        lines += ["", wrapped(str(replay["sentence"]), 2)]
     for incident in report["incidents"]:
         state = "OPEN" if incident["state"] == "open" else incident["state"]
         if incident["recovered"] is not None:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from torchscout.utils._torch import OpOverload, operator_names
 
-__all__ = ["POINT_TO_POINT", "SCOUT_GROUP", "Call", "Group", "Operator", "Splits", "operators"]
+__all__ = ["POINT_TO_POINT", "SCOUT_GROUP", "Call", "Group", "Operator", "Splits", "operators", "set_members"]
 
 SCOUT_GROUP = "torchscout"
 """The beginning of the description of SCOUT's own process groups."""
@@ -264,6 +264,11 @@ def _described(group: dist.ProcessGroup) -> Group:
     if members is not None:  # otherwise it may not be complete yet
         _groups[group] = described
     return described
+
+
+def set_members(group: dist.ProcessGroup, members: tuple[int, ...]) -> None:
+    """Make the members of a group known that ``torch.distributed`` does not list."""
+    _groups[group] = Group(group.group_name, group.group_desc, group.rank(), group.size(), members)
 
 
 def _position_of(prefix: str, places: dict[str, int], otherwise: int | None) -> int | None:

@@ -2,7 +2,7 @@
 
 An ``EvidenceRecord`` is one comparison with its context, an ``Incident`` a conclusion with the records that
 prove it, ``Resolved`` the end of an incident, and ``Agreements`` the number of comparisons without a finding.
-The recorder adds the time.
+``Started`` and ``Trust`` are the history of the job. The recorder adds the time.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ __all__ = [
     "Recordable",
     "Resolved",
     "Scope",
+    "Started",
     "Surface",
+    "Trust",
     "from_json",
     "surfaces_in_words",
 ]
@@ -54,6 +56,8 @@ class Manifestation(str, Enum):
     """A rank, group or machine is persistently slower on equal work."""
     HANG = "hang"
     """The job has stopped making progress."""
+    NOT_CHECKED = "not_checked"
+    """SCOUT itself has failed for good, so that wrong numbers and slow ranks are no longer found."""
 
 
 class Scope(str, Enum):
@@ -252,12 +256,15 @@ class Decision:
     """The machines that the incident named; with ``REPLACE``, those that must not be used again."""
     sentence: str
     """The decision and its reason."""
+    devices: tuple[str, ...] = ()
+    """The devices of the named ranks, as far as they are known."""
     is_carried_out: bool = False
     """False in a dry run."""
 
     def to_json(self) -> dict[str, Any]:
         names = {"action": self.action.value, "failure": self.failure.value}
-        return {"kind": "decision", **asdict(self), **names, "ranks": [*self.ranks], "hosts": [*self.hosts]}
+        lists = {name: [*getattr(self, name)] for name in ("ranks", "hosts", "devices")}
+        return {"kind": "decision", **asdict(self), **names, **lists}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -298,7 +305,35 @@ class Agreements:
         }
 
 
-Recordable = EvidenceRecord | Incident | Resolved | Decision | Agreements
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Started:
+    """A session was attached, or has loaded a checkpoint."""
+
+    step: int
+    """The step that training continues from."""
+    sentence: str
+
+    def to_json(self) -> dict[str, Any]:
+        return {"kind": "started", **asdict(self)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trust:
+    """The steps of the generations that the checkpoint gate has after a check; None where there is none."""
+
+    step: int
+    """The step of the check."""
+    latest: int | None
+    candidate: int | None
+    verified: int | None
+    poisoned: int | None
+    """The step whose check found corruption, until the job has recovered."""
+
+    def to_json(self) -> dict[str, Any]:
+        return {"kind": "trust", **asdict(self)}
+
+
+Recordable = EvidenceRecord | Incident | Resolved | Decision | Agreements | Started | Trust
 
 
 def from_json(line: Mapping[str, Any]) -> Recordable:
@@ -309,6 +344,8 @@ def from_json(line: Mapping[str, Any]) -> Recordable:
         "resolved": lambda line: _from_fields(Resolved, line, recovered=line.get("recovered")),
         "decision": _decision_from_json,
         "agreements": _agreements_from_json,
+        "started": lambda line: _from_fields(Started, line),
+        "trust": lambda line: _from_fields(Trust, line),
     }
     kind = str(line.get("kind"))
     if kind not in readers:

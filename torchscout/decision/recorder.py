@@ -22,6 +22,10 @@ from torchscout.log import log
 from torchscout.utils.private_files import make_folders, open_file
 
 __all__ = [
+    "HISTORY_FILE",
+    "INCIDENTS_FILE",
+    "RECORDS_FOLDER",
+    "REPLAY_FILE",
     "Follower",
     "IncidentLog",
     "JsonlRecorder",
@@ -31,11 +35,17 @@ __all__ = [
     "line_of",
     "log_incident",
     "read",
+    "record_one",
 ]
 
 _MOST_WAITING = 256
 """Lines that wait while the disk is full; older ones are dropped."""
-_INCIDENTS = "incidents.jsonl"
+INCIDENTS_FILE = "incidents.jsonl"
+RECORDS_FOLDER = "records"
+HISTORY_FILE = "history.jsonl"
+"""In the run directory, by rank 0: starts of the job, and which checkpoints could be trusted when."""
+REPLAY_FILE = "replay.json"
+"""In the run directory, by rank 0: whether checks are on or off. Written once they have failed."""
 MOST_BYTES = 16 << 20
 """The size of a file of records. A full file is renamed, and replaces the one that was full before."""
 
@@ -57,7 +67,8 @@ def _line(document: dict[str, Any]) -> bytes:
 
 
 class JsonlRecorder:
-    """The run directory: ``incidents.jsonl`` for the job, ``records/rank-N.jsonl`` for each rank.
+    """The run directory: ``incidents.jsonl`` and ``history.jsonl`` for the job, ``records/rank-N.jsonl`` for
+    each rank.
 
     A line that cannot be written, for example on a full disk, raises ``OSError`` and is written with the next
     one. A folder that was removed is created again. Records take two files of ``most_bytes`` at most; all
@@ -65,10 +76,12 @@ class JsonlRecorder:
     """
 
     def __init__(self, run_dir: Path | str, rank: int, *, most_bytes: int = MOST_BYTES) -> None:
-        incidents = _Lines(Path(run_dir) / _INCIDENTS)
-        records = _Lines(Path(run_dir) / "records" / f"rank-{rank}.jsonl", most_bytes)
+        incidents = _Lines(Path(run_dir) / INCIDENTS_FILE)
+        records = _Lines(Path(run_dir) / RECORDS_FOLDER / f"rank-{rank}.jsonl", most_bytes)
+        history = _Lines(Path(run_dir) / HISTORY_FILE, most_bytes)
         self._lines = dict.fromkeys(("incident", "resolved", "decision"), incidents)
         self._lines |= dict.fromkeys(("evidence", "agreements"), records)
+        self._lines |= dict.fromkeys(("started", "trust"), history)
 
     def record(self, item: Recordable) -> None:
         document = item.to_json()
@@ -77,6 +90,13 @@ class JsonlRecorder:
     def close(self) -> None:
         for lines in set(self._lines.values()):
             lines.close()
+
+
+def record_one(run_dir: Path | str, rank: int, item: Recordable) -> None:
+    """Write one item; raises ``OSError`` if that fails."""
+    recorder = JsonlRecorder(run_dir, rank)
+    recorder.record(item)
+    recorder.close()
 
 
 class _Lines:
@@ -262,7 +282,7 @@ class IncidentLog:
         """What has been read so far: each incident and how it ended, None while it is open."""
         self.decisions: list[Decision] = []
         """What was decided about them."""
-        self._file = Follower(Path(run_dir) / _INCIDENTS, strict=strict)
+        self._file = Follower(Path(run_dir) / INCIDENTS_FILE, strict=strict)
 
     @classmethod
     def read(cls, run_dir: Path | str) -> IncidentLog:
@@ -284,19 +304,23 @@ class IncidentLog:
         """Read on, and return the incidents that were added since the last call."""
         added = []
         for line in self._file.fresh():
-            item = line.item
-            if isinstance(item, Incident):
-                self.entries.append((item, None))
+            self.add(line.item)
+            if isinstance(line.item, Incident):
                 added.append(line)
-            elif isinstance(item, Decision):
-                self.decisions.append(item)
-            elif isinstance(item, Resolved):
-                # The same may happen again later, and is then open.
-                self.entries = [
-                    (incident, item if end is None and incident.sentence == item.sentence else end)
-                    for incident, end in self.entries
-                ]
         return added
+
+    def add(self, item: Recordable) -> None:
+        """Add one line of the file."""
+        if isinstance(item, Incident):
+            self.entries.append((item, None))
+        elif isinstance(item, Decision):
+            self.decisions.append(item)
+        elif isinstance(item, Resolved):
+            # The same may happen again later, and is then open.
+            self.entries = [
+                (incident, item if end is None and incident.sentence == item.sentence else end)
+                for incident, end in self.entries
+            ]
 
 
 def _parsed(path: Path, number: int, line: bytes) -> Stamped | Problem:

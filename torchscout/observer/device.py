@@ -21,6 +21,7 @@ from torchscout.log import log
 from torchscout.observer.flight_recorder import open_operations
 from torchscout.observer.record.writer import ProgressWriter
 from torchscout.utils._torch import current_raw_stream
+from torchscout.utils.cuda_graphs import ignore_other_threads
 
 __all__ = ["DeviceProgress", "Track", "device_of"]
 
@@ -38,7 +39,6 @@ _MAX_STREAMS = 16
 _CLOSING_SECONDS = 1.0
 
 # From cuda.h.
-_THREAD_LOCAL_CAPTURE = 1
 _SUCCESS, _NOT_READY = 0, 600
 
 
@@ -58,14 +58,16 @@ class Track:
         self._publish = publish
         self._events: list[torch.cuda.Event] = []
         self._handles: list[int | None] = [None] * _OUTSTANDING
-        """Handles of the events; None for a number without an event."""
+        """Handles of the events. A number without an event has that of the number before it, if there is
+        one: the device does not pass it earlier."""
         self._numbers = [0] * _OUTSTANDING
         self._recorded = self._passed = 0
 
     def record(self, number: int, stream: int | None, driver: _Driver) -> None:
         """Note that the host has reached ``number``, and record an event if there is a stream."""
         place = self._recorded % _OUTSTANDING
-        self._handles[place] = None if stream is None else self._record(place, stream, driver)
+        before = self._handles[place - 1] if self._recorded else None
+        self._handles[place] = before if stream is None else self._record(place, stream, driver)
         self._numbers[place] = number
         self._recorded += 1
 
@@ -199,8 +201,7 @@ class _Driver:
 
     The methods of ``torch.cuda.Event`` hold that lock while the driver may make them wait, for another
     thread's call or for room in a queue that a stuck device does not empty. And a query may invalidate a CUDA
-    graph that another thread is capturing, as PyTorch's own watchdog did (pytorch/pytorch#148594), unless the
-    calling thread is in thread-local capture mode.
+    graph: see [Note: captures in other threads] in ``utils.cuda_graphs``.
     """
 
     def __init__(self) -> None:
@@ -209,8 +210,7 @@ class _Driver:
     def enter_thread(self, device: torch.device) -> None:
         """Prepare the calling thread for queries about ``device``."""
         torch.cuda.set_device(device)  # otherwise the next call would create a context on another device
-        mode = ctypes.c_int(_THREAD_LOCAL_CAPTURE)
-        _check(self._library.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode)))
+        ignore_other_threads()
 
     def record(self, event: int, stream: int) -> None:
         _check(self._library.cuEventRecord(ctypes.c_void_p(event), ctypes.c_void_p(stream)))

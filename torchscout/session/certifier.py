@@ -7,17 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import Any, Protocol
 
+from torchscout.checkpoint import ledger
 from torchscout.checkpoint.certification import CheckVote, events_of
 from torchscout.checkpoint.gate import CheckpointGate, transition
-from torchscout.checkpoint.gate_state import Outcome
+from torchscout.checkpoint.gate_state import Outcome, Realigned
 from torchscout.checkpoint.state.training_state import Stateful
+from torchscout.decision.record import Trust
 from torchscout.replay.capture.saved_calls import SavedCalls
 from torchscout.session.coverage import RecipeCycle
 from torchscout.session.promotion import CheckCoverage, PromotionRule
 
-__all__ = ["CertifiedSteps", "Certifier", "certified_step"]
+__all__ = ["CertifiedSteps", "Certifier", "certified_step", "trust_in"]
 
 
 class Certifier(Protocol):
@@ -33,7 +35,7 @@ class Certifier(Protocol):
         """The newest step whose state is certified; None if there is none yet."""
         ...
 
-    def go_by(
+    def set_coverage(
         self, coverage: RecipeCycle, progress: Mapping[str, Stateful], covered: Callable[[], str]
     ) -> None:
         """1. Called once, before the first check, with what checks cover.
@@ -57,6 +59,18 @@ class Certifier(Protocol):
         it covers."""
         ...
 
+    def state(self) -> Any:
+        """Return the gate as JSON, for ``agree``."""
+        ...
+
+    def agree(self, states: Sequence[Any]) -> None:
+        """Called with the ``state`` of every rank before checks continue after one that failed.
+
+        Some ranks may have applied the votes of that check while others have not. Certified stays what every
+        rank knows to be certified; nothing since then is.
+        """
+        ...
+
 
 class CertifiedSteps:
     """The gate by itself, for a job that writes its own checkpoints or none."""
@@ -72,7 +86,7 @@ class CertifiedSteps:
     def certified_step(self) -> int | None:
         return certified_step(self._gate)
 
-    def go_by(self, coverage: RecipeCycle, *_: object) -> None:
+    def set_coverage(self, coverage: RecipeCycle, *_: object) -> None:
         self._rule = PromotionRule("full", coverage.recipes)
         self._gate = replace(self._gate, recipes=self._rule.recipes)
 
@@ -82,9 +96,23 @@ class CertifiedSteps:
     def votes(self, outcome: Outcome, *, differs: bool) -> list[int]:
         return CheckVote(outcome, self._gate.accepted, lost=differs).votes()
 
+    def state(self) -> Any:
+        return self._gate.to_json()
+
+    def agree(self, states: Sequence[Any]) -> None:
+        self._gate, _ = transition(self._gate, Realigned(ledger.realigned(states)))
+
     def decide(self, step: int, counted: Sequence[int], check: CheckCoverage) -> None:
         for event in events_of(self._gate, step, CheckVote.counted(counted), self._rule.worth(check)):
             self._gate, _ = transition(self._gate, event)
+
+
+def trust_in(state: Any, step: int) -> Trust:
+    """Return which generations the gate has after the check of a step; ``state`` is ``Certifier.state``'s."""
+    gate = CheckpointGate.from_json(state)
+    names = ("latest", "candidate", "verified")
+    steps = {name: None if (each := getattr(gate, name)) is None else each.step for name in names}
+    return Trust(step=step, poisoned=gate.poisoned, **steps)
 
 
 def certified_step(gate: CheckpointGate) -> int | None:

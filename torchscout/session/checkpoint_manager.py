@@ -19,10 +19,11 @@ import torch
 import xxhash
 
 from torchscout.adapters.structure import surface_of
+from torchscout.checkpoint import ledger
 from torchscout.checkpoint.background_writer import BackgroundWriter
 from torchscout.checkpoint.certification import CheckVote, events_of
 from torchscout.checkpoint.gate import CheckpointGate, transition
-from torchscout.checkpoint.gate_state import Effects, Event, Lost, Outcome, Recovered
+from torchscout.checkpoint.gate_state import Effects, Event, Lost, Outcome, Realigned, Recovered
 from torchscout.checkpoint.generation import Generation, TrustLevel
 from torchscout.checkpoint.ledger_tiers import LedgerKeeper, LedgerTiers
 from torchscout.checkpoint.replication import placement
@@ -30,7 +31,6 @@ from torchscout.checkpoint.resume.fetch import Fetched, fetch
 from torchscout.checkpoint.resume.transfer import Links
 from torchscout.checkpoint.snapshot.snapshots import Capture, Snapshots
 from torchscout.checkpoint.state import training_state
-from torchscout.checkpoint.state.restore import restore
 from torchscout.checkpoint.state.training_state import SCOUT_PREFIX, Stateful, StateParts
 from torchscout.checkpoint.storage import job_file, lock, shards
 from torchscout.checkpoint.storage.forgetting import forget_old
@@ -48,6 +48,7 @@ from torchscout.session.certifier import certified_step
 from torchscout.session.coverage import RecipeCycle
 from torchscout.session.promotion import CheckCoverage, PromotionRule
 from torchscout.session.replication import StateReplication
+from torchscout.session.resharding import Resharding
 from torchscout.session.resumption import (
     WAYS_OUT,
     Loaded,
@@ -57,6 +58,7 @@ from torchscout.session.resumption import (
     Resumption,
     Sweeping,
     load_first_usable,
+    restore_together,
 )
 
 __all__ = ["CheckpointManager"]
@@ -175,7 +177,7 @@ class CheckpointManager:
         is_lost = differs or not self._is_captured()
         return CheckVote(outcome, self._gate.accepted, is_lost, not is_written, unwritten).votes()
 
-    def go_by(
+    def set_coverage(
         self, coverage: RecipeCycle, progress: Mapping[str, Stateful], covered: Callable[[], str] = str
     ) -> None:
         """Set what the checks cover and their saved progress; see ``session.certifier.Certifier``."""
@@ -201,22 +203,40 @@ class CheckpointManager:
             self._carry_out(event)
         self._write_ledgers()
 
+    def state(self) -> dict[str, Any]:
+        """See ``session.certifier.Certifier``."""
+        return self._gate.to_json()
+
+    def agree(self, states: Sequence[Any]) -> None:
+        """Continue from what all ranks can rely on; see ``session.certifier.Certifier``."""
+        self._carry_out(Realigned(ledger.realigned(states)))
+        if self._gate.pending is None:  # what was being captured on some ranks only is not compared
+            self._awaited = self._capture = self._due = None
+        self._write_ledgers()
+
     def has_verified(self) -> bool:
         """Whether there is a verified checkpoint; may be called from any thread."""
         return self._gate.verified is not None
 
-    def resume(self, sweep: Sweeping | None, *, start_over: bool, failure: Failure) -> Resumption:
+    def resume(
+        self, sweep: Sweeping | None, *, start_over: bool, failure: Failure, reshard: bool = False
+    ) -> Resumption:
         """Load the checkpoint that algorithm 3 selects after this failure, on every rank.
 
-        If none can be loaded, all raise ``CheckpointError``, or with ``start_over`` start from step 0.
+        If none can be loaded, all raise ``CheckpointError``, or with ``start_over`` start from step 0. With
+        ``reshard`` the ranks that saved it may have had another layout.
         """
+        resharding, load, folders = None, self._load, (self._memory, self._disk)
+        if reshard:
+            resharding = Resharding(self._member, folders, self._communicators, self._state, self._load)
+            self._previous_run, load = resharding.previous_run() or self._previous_run, resharding.load
         if self._previous_run is None:
             return Resumption(0, None, None, "There is no checkpoint to go back to.")
         gate = self._previous_run.gate
         try:
             decision, wanted = self._previous_run.chosen(failure)
             decision = replace(decision, is_swept=decision.is_swept and self._config.verify_on_resume)
-            loaded = load_first_usable(gate, decision, wanted, self._load, sweep)
+            loaded = load_first_usable(gate, decision, wanted, load, sweep)
         except UnavailableError as error:
             reason = f"{str(error).rstrip('.')}."
             if start_over:
@@ -231,26 +251,21 @@ class CheckpointManager:
             self._gate = replace(self._gate, poisoned=self._gate.step)
             self._write_ledgers()
             raise
-        return self._resumed(gate, loaded)
+        resumed = self._resumed(gate, loaded)
+        return resumed if resharding is None else resharding.described(resumed)
 
-    def _load(self, wanted: Sequence[Generation]) -> Fetched[shards.Restored]:
+    def _load(self, wanted: Sequence[Generation]) -> Fetched[Any]:
         links = Links(self._communicators.exchange, self._communicators.group)
         fetched = fetch(self._member, wanted, (self._memory, self._disk), links, shards.load)
         self._problems.add(fetched.demoted, are_logged=True)
-        problem: str | None = f"{fetched.generation} could not be restored"
-        try:
-            restore(self._state(), fetched.value.tree)
-            problem = None
-        except ScoutError as error:
-            problem = str(error)
-        finally:  # whatever a user's load_state_dict raises: the others must not wait for this rank
-            self._communicators.together(problem, CheckpointError)
+        restore_together(fetched.generation, self._state(), fetched.value.tree, self._communicators)
         return fetched
 
     def _resumed(self, gate: CheckpointGate, loaded: Loaded) -> Resumption:
         """Continue from the loaded generation: reset the gate and write the ledgers."""
-        fetched, decision = loaded.fetched, loaded.decision
+        fetched = loaded.fetched
         self._gate, self._previous_run = gate, None
+        self._problems.add(fetched.demoted if fetched.path is None else ())
         for passed in loaded.lost:
             self._carry_out(Lost(passed))
         self._carry_out(Recovered(fetched.generation, fetched.plan.in_files))
@@ -258,17 +273,9 @@ class CheckpointManager:
         self._write_ledgers()
         gate = self._gate
         self._writer.later(lambda: self._keeper.tidy(gate))
-        if self._replication.replicator is not None:  # its holder may be new and have no copy
-            self._replication.replicator.send(fetched.path)
-        swept = loaded.swept
-        return Resumption(
-            fetched.step,
-            TrustLevel.VERIFIED if fetched.generation in self._gate.trusted else decision.role,
-            fetched.plan.sources[self._member.rank].described(self._member.rank),
-            f"{decision.reason} {fetched.plan.reason}.",
-            None if swept is None else swept.sweep,
-            None if swept is None else swept.unswept,
-        )
+        if self._replication.replicator is not None and fetched.path is not None:
+            self._replication.replicator.send(fetched.path)  # its holder may be new and have no copy
+        return loaded.resumption(self._member.rank, is_trusted=fetched.generation in self._gate.trusted)
 
     def _configured(self, gate: CheckpointGate) -> CheckpointGate:
         config = self._config
@@ -281,19 +288,22 @@ class CheckpointManager:
             "job": self._member.job,
             "memory": str(self._memory),
             "directory": str(self._disk),
-            **{
-                name: None if (each := getattr(self._gate, name)) is None else each.step
-                for name in ("latest", "candidate", "interim", "verified")
-            },
-            "capturing": None if self._gate.pending is None else self._gate.pending.step,
-            "durable": [each.step for each in self._gate.durable],
-            "poisoned": self._gate.poisoned,
+            **self.metrics(),
             "promotion": None if self._rule.last is None else self._rule.last.to_json(),
-            "copied": self._replication.newest,
             "held_seconds": None if self._capture is None else self._capture.held_seconds,
             "reason": self._reason,
             "lacking": self._coverage.lacking,
             "problems": list(self._problems),
+        }
+
+    def metrics(self) -> Mapping[str, Any]:
+        """See ``Session.metrics``."""
+        return {
+            **self._gate.steps(),
+            "copied": self._replication.newest,
+            "captures": self._snapshots.totals.to_json(),
+            "copies": self._replication.totals.to_json(),
+            "problems": len(self._problems),
         }
 
     def close(self) -> None:
@@ -375,15 +385,14 @@ class CheckpointManager:
             self._member, self._memory, self._disk, self._ledgers, self._snapshots, replicator
         )
         self._previous_run = PreviousRun.of([RankRemains.from_json(each["remains"]) for each in gathered])
-        if self._previous_run is not None and self._previous_run.is_nothing:
+        if (previous := self._previous_run) is not None and previous.is_nothing:
             log.info("an earlier run ended before its first checkpoint was complete")
-            self._start_over(self._previous_run.gate)
+            self._start_over(previous.gate)
 
     def _is_captured(self) -> bool:
         """Whether the awaited generation is sealed on this rank."""
-        if self._awaited is None:
-            return True
-        return self._capture is not None and self._capture.wait(self._config.timeout_seconds)
+        capture, seconds = self._capture, self._config.timeout_seconds
+        return self._awaited is None or (capture is not None and capture.wait(seconds))
 
     def _start_over(self, gate: CheckpointGate) -> None:
         self._gate, self._previous_run = gate, None
@@ -394,8 +403,7 @@ class CheckpointManager:
         self._write_ledgers()
 
     def _carry_out(self, event: Event) -> None:
-        before = self._gate
-        self._gate, effects = transition(before, event)
+        before, (self._gate, effects) = self._gate, transition(self._gate, event)
         self._reason = effects.reason
         if effects.capture is not None:
             self._rule.captured(effects.capture)

@@ -114,6 +114,11 @@ def covered_by(
     refused = {name for names in missing.values() for name in names}
     for name, reason in sorted({k: v for each in owned for k, v in each.unwatched().items()}.items()):
         missing.setdefault(f"not watched between updates: {reason}", []).append(name)
+    for recipe in recipes:
+        for name, reason in recipe.refused().items() if isinstance(recipe, LayerRecipe) else ():
+            known = missing.setdefault(reason, [])
+            if not any(each.startswith(f"{name}/") for each in known):
+                known.append(name)
     compared = [
         each for recipe in recipes if isinstance(recipe, ReplicatedStateRecipe) for each in recipe.compared()
     ]

@@ -42,7 +42,7 @@ class Off(Session):
 
     def register_state(self, name: str, stateful: Stateful) -> None: ...
 
-    def resume(self, *, start_over: bool = False) -> Resumption:  # noqa: ARG002
+    def resume(self, *, start_over: bool = False, layout: str | None = None) -> Resumption:  # noqa: ARG002
         return Resumption(0, None, None, f"There is no checkpoint to resume from: {_REASON}.")
 
     def start_from(self, step: int) -> None: ...

@@ -8,7 +8,7 @@ before all of this has succeeded: a job that is killed meanwhile finds everythin
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -19,11 +19,13 @@ from torchscout.checkpoint.gate_state import Lost
 from torchscout.checkpoint.generation import Generation, TrustLevel
 from torchscout.checkpoint.resume.fetch import Fetched
 from torchscout.checkpoint.selection import Selection, SweepResult, confirm, select_checkpoint
+from torchscout.checkpoint.state.restore import restore
+from torchscout.checkpoint.state.training_state import StateParts
 from torchscout.checkpoint.storage.inventory import Member
 from torchscout.checkpoint.storage.shard_files import shard_files
-from torchscout.checkpoint.storage.shards import Restored
+from torchscout.communicators import Communicators
 from torchscout.decision.record import Failure
-from torchscout.errors import CheckpointError, UnavailableError
+from torchscout.errors import CheckpointError, ScoutError, UnavailableError
 
 __all__ = [
     "WAYS_OUT",
@@ -35,9 +37,12 @@ __all__ = [
     "SweepReport",
     "Sweeping",
     "load_first_usable",
+    "previous_of_any_size",
+    "restore_together",
 ]
 
 WAYS_OUT = (
+    'If they were saved by other ranks or in another layout, session.resume(layout="reshard") loads them. '
     "To start from step 0 without these checkpoints, call session.resume(start_over=True); to keep them, "
     "pass another directory to CheckpointConfig. `scout checkpoint explain {folder}` shows what is there, "
     "and `scout checkpoint adopt` lets a job take over the checkpoints of another one."
@@ -45,7 +50,7 @@ WAYS_OUT = (
 
 Sweeping = Callable[[int, bool], "SweepReport"]
 """See ``session.replay_driver.ReplayDriver.sweep``."""
-Load = Callable[[Sequence[Generation]], Fetched[Restored]]
+Load = Callable[[Sequence[Generation]], Fetched[Any]]
 """Loads the first of these generations that all ranks can get into the model."""
 _MOST_PROBLEMS = 4
 
@@ -66,6 +71,12 @@ class Resumption:
     """The result of a full replay on these workers; None if none was needed."""
     unswept: str | None = None
     """Something that could not be replayed on this rank, and why."""
+    resharded_from: str | None = None
+    """The layout of the ranks that had saved it; None if it is that of this job."""
+    restored: tuple[str, ...] = ()
+    """What was restored from another layout, in words."""
+    not_restored: tuple[str, ...] = ()
+    """What another layout's ranks have saved that this job's ranks cannot load, in words."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,6 +207,57 @@ class PreviousRun:
         return decision, [first, *sorted((each for each in usable if each < first), reverse=True)]
 
 
+def previous_of_any_size(
+    folders: Sequence[Path], member: Member, exchange: Callable[[Any], list[Any]]
+) -> PreviousRun | None:
+    """The last run of this job with any number of ranks; None if there is no ledger of it. Call it on every
+    rank: all ledgers that any rank finds count."""
+    rows = []
+    for rank, size in _ledgers(folders, member).items():
+        found = RankRemains.found(folders, replace(member, rank=rank, world_size=size))
+        rows.append([rank, size, found.to_json()])
+    gathered = [row for each in exchange(rows) for row in each]
+    remains = [(rank, size, RankRemains.from_json(each)) for rank, size, each in gathered]
+    known = [(each.gate.lineage, size) for _, size, each in remains if each.gate is not None]
+    if not known:
+        return None
+    _, last = max(known)
+    return PreviousRun.of(
+        [
+            _merged([each for owner, size, each in remains if (owner, size) == (rank, last)])
+            for rank in range(last)
+        ]
+    )
+
+
+def _ledgers(folders: Sequence[Path], member: Member) -> dict[int, int]:
+    """The ranks with a ledger of this job in these folders, each with the number of ranks in its newest."""
+    newest: dict[int, tuple[tuple[int, int], int]] = {}
+    for folder in folders:
+        for rank in ledger.ranks_in(folder) if folder.is_dir() else ():
+            try:
+                found = ledger.inspect(folder, rank)
+            except CheckpointError:
+                continue
+            if found is None or found.job != member.job:
+                continue
+            age = (found.gate.lineage, found.gate.step)
+            newest[rank] = max(newest.get(rank, ((-1, -1), 0)), (age, found.world_size))
+    return {rank: size for rank, (_, size) in newest.items()}
+
+
+def _merged(found: Sequence[RankRemains]) -> RankRemains:
+    """What several ranks have found of one rank of the last run."""
+    gates = [each.gate for each in found if each.gate is not None]
+    return RankRemains(
+        ledger.newest(gates) if gates else None,
+        tuple(problem for each in found for problem in each.problems),
+        max((each.shards for each in found), default=0),
+        tuple(sorted({rank for each in found for rank in each.pending})),
+        max((each.lineage for each in found), default=0),
+    )
+
+
 def _read(folder: Path, member: Member) -> CheckpointGate | str | None:
     try:
         return ledger.read(folder, member.rank, job=member.job)
@@ -232,11 +294,23 @@ class Loaded:
     """What the model holds, and why."""
 
     decision: Selection
-    fetched: Fetched[Restored]
+    fetched: Fetched[Any]
     swept: SweepReport | None
     """The result of a full replay; None if none was needed."""
     lost: tuple[Generation, ...]
     """Generations that were skipped because they are damaged or unusable."""
+
+    def resumption(self, rank: int, *, is_trusted: bool) -> Resumption:
+        """Where this rank continues from; ``is_trusted`` if the generation is verified."""
+        fetched, swept = self.fetched, self.swept
+        return Resumption(
+            fetched.step,
+            TrustLevel.VERIFIED if is_trusted else self.decision.role,
+            fetched.plan.source_of(rank),
+            f"{self.decision.reason} {fetched.plan.reason}.",
+            None if swept is None else swept.sweep,
+            None if swept is None else swept.unswept,
+        )
 
 
 def load_first_usable(
@@ -280,3 +354,18 @@ def load_first_usable(
 def _confirmed(gate: CheckpointGate, lost: Sequence[Generation], swept: SweepReport | None) -> Selection:
     remaining = reduce(lambda known, gone: transition(known, Lost(gone))[0], lost, gate)
     return confirm(remaining, SweepResult.COULD_NOT_RUN if swept is None else swept.sweep)
+
+
+def restore_together(
+    generation: Generation | None, parts: StateParts, tree: Any, communicators: Communicators
+) -> None:
+    """Load a state into the model, the optimizers and the rest; if one rank fails, all raise
+    ``CheckpointError``."""
+    problem: str | None = f"{generation} could not be restored"
+    try:
+        restore(parts, tree)
+        problem = None
+    except ScoutError as error:
+        problem = str(error)
+    finally:  # whatever a user's load_state_dict raises: the others must not wait for this rank
+        communicators.together(problem, CheckpointError)

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 from torchscout.decision.progress import Phase
-from torchscout.decision.record import Failure, Incident
-from torchscout.decision.recorder import IncidentLog
+from torchscout.decision.record import Failure, Incident, Started
+from torchscout.decision.recorder import IncidentLog, record_one
 from torchscout.log import log
 from torchscout.observer.monitor import HangMonitor
 from torchscout.observer.record.directory import End, How, RankEntry
@@ -23,8 +23,9 @@ from torchscout.session.boundary import Boundary
 from torchscout.session.ending import closing_line, how_ended, mark_recovered, why_ended
 from torchscout.session.incident_callback import IncidentCallback
 from torchscout.session.recovery import Recovery
-from torchscout.session.replay_driver import ReplayDriver
+from torchscout.session.replay_recovery import RecoveringReplay
 from torchscout.session.termination import before_termination
+from torchscout.utils.cuda_graphs import is_capturing
 
 if TYPE_CHECKING:
     from torchscout.checkpoint.state.training_state import Stateful
@@ -58,6 +59,10 @@ class InputHook(Generic[_Batch]):
         return getattr(self._source, name)
 
 
+_IN_GRAPH = (
+    "the optimizer's step is part of a CUDA graph, so that steps cannot be counted and nothing is checked; "
+    "capture the passes and call optimizer.step() after each replay"
+)
 _VERDICT_SECONDS = 2.0
 """How long rank 0 waits for the observers when an exception ends it, so that its log says why."""
 
@@ -72,7 +77,7 @@ class Parts:
     entry: RankEntry | None = None
     """This rank's entry in the run directory."""
     monitor: HangMonitor | None = None
-    replay: ReplayDriver | None = None
+    replay: RecoveringReplay | None = None
     replay_off: str = "replay=None"
     """Why there is no replay."""
     checkpoints: CheckpointManager | None = None
@@ -141,13 +146,34 @@ class Session:
             "failures": list(self.failures),
         }
 
+    def metrics(self) -> dict[str, Any]:
+        """The numbers that monitoring shows; None for a subsystem that is not running.
+
+        They are cheap to read, and can be read from any thread, also while training is blocked; ``status``
+        has more. Only the observer is asked, and has a second to answer.
+        """
+        monitor, replay, checkpoints = self._monitor, self._replay, self._checkpoints
+        incidents = () if self._callback is None else tuple(self._callback.incidents)
+        return {
+            "step": self.step,
+            "incidents": [(each.manifestation.value, each.scope.value) for each in incidents],
+            "observer": None if monitor is None else self._guarded(monitor.status),
+            "replay": None if replay is None else self._guarded(replay.metrics),
+            "checkpoint": None if checkpoints is None else self._guarded(checkpoints.metrics),
+            "failures": len(self.failures),
+        }
+
+    def before_close(self, action: Callable[[], None]) -> None:
+        """Call this when the session is closed, before its parts are."""
+        self._undo.callback(action)
+
     @property
     def certified_step(self) -> int | None:
         """The newest step whose state checks have certified, on every rank; None if there is none yet.
 
         A checkpoint that the job wrote itself can be trusted if it is of this step or an earlier one.
         """
-        return None if self._replay is None else self._replay.certified_step
+        return None if self._replay is None else self._replay.driver.certified_step
 
     def watch_input(self, source: Iterable[_Batch]) -> Iterable[_Batch]:
         """Return an iterable over the same batches that publishes when a batch is being fetched, and for how
@@ -185,19 +211,24 @@ class Session:
         """
         self._manager().register(name, stateful)
 
-    def resume(self, *, start_over: bool = False) -> Resumption:
+    def resume(self, *, start_over: bool = False, layout: Literal["reshard"] | None = None) -> Resumption:
         """Load the newest checkpoint of an earlier run that can be trusted, if there is one. If that run was
         ended for a restart, its restart plan says which failure the checkpoint must predate.
 
         Call it on every rank, after ``register_state`` and before training. Raises ``UnavailableError`` on
         all ranks if there are checkpoints but none can be loaded; with ``start_over`` the job then starts
-        from step 0.
+        from step 0. With ``layout="reshard"`` the checkpoint may be one of another number of ranks or another
+        layout; ``Resumption.not_restored`` says what only the ranks that saved it could load.
         """
+        if layout not in (None, "reshard"):
+            raise ValueError(f"layout must be 'reshard' or None, got {layout!r}")
         if self.step:
             raise ValueError(f"call resume() before training; {self.step} steps are done")
-        sweep = None if self._replay is None else self._replay.sweep
+        sweep = None if self._replay is None else self._replay.driver.sweep
         failure = Failure.OTHER if self._recovery is None else self._recovery.plan.failure
-        resumed = self._manager().resume(sweep, start_over=start_over, failure=failure)
+        resumed = self._manager().resume(
+            sweep, start_over=start_over, failure=failure, reshard=layout is not None
+        )
         if self._recovery is not None:
             self._guarded(self._recovery.plan_was_used)
         self._start_after(resumed.step)
@@ -226,7 +257,7 @@ class Session:
         """
         if self._replay is None:
             raise ValueError("this session has no replay")
-        self._replay.change(**settings)
+        self._replay.driver.change(**settings)
 
     def step_begins(self) -> None:
         """Called before a batch is fetched, or else before the model is called."""
@@ -235,24 +266,25 @@ class Session:
 
     def before_update(self) -> None:
         """Called by the optimizer's hook, right before the update."""
+        if is_capturing():  # replays of the graph do not call it
+            return
         if self._monitor is not None:
             self._monitor.publisher.update_begins()
         if self._checkpoints is not None:  # what the last check captured must have been copied by now
             self._guarded(self._checkpoints.fence)
         if self._replay is not None:
-            self._guarded(self._replay.update_begins)
+            self._replay.update_begins()
 
     def step_finished(self) -> None:
         """Called by the optimizer's hook, right after the update."""
+        if is_capturing():
+            log.warning("rank %d: %s", self.rank, _IN_GRAPH)
+            return
         self._boundary.step += 1
         if self._monitor is not None:
             self._monitor.publisher.step_finished(self.step)
-        if (replay := self._replay) is not None:
-            # If this rank gives up, the other ranks notice that it is gone and give up too.
-            self._guarded(
-                lambda: replay.step_finished(self.step),
-                on_failure=lambda: self._stop_replay(self.failures[-1]),
-            )
+        if self._replay is not None:
+            self._replay.step_finished(self.step)
 
     def close(self) -> None:
         """Detach: remove all hooks, threads and processes of this rank. Idempotent. Every rank calls it."""
@@ -269,10 +301,15 @@ class Session:
         self._guarded(self._undo.close)
         self._monitor = self._checkpoints = self._recovery = None
 
+    def give_way(self) -> None:
+        """Detach without recording an end: another session of the same job follows."""
+        self._end_once.acquire(blocking=False)
+        self.close()
+
     def _start_after(self, step: int) -> None:
         self._boundary.step = step
         if step and self._replay is not None:
-            self._replay.start_after(step)
+            self._replay.driver.start_after(step)
         if self._monitor is not None:
             self._monitor.publisher.start_from(step)
 
@@ -280,12 +317,13 @@ class Session:
         """Log where the job continues, and mark the corruption that earlier runs found as recovered from."""
         if self.rank == 0:
             log.info("resume: step %d: %s", resumed.step, resumed.reason)
+            record_one(self.run_dir, self.rank, Started(step=resumed.step, sentence=resumed.reason))
             mark_recovered(Path(self._manager().status()["directory"]), resumed.step)
 
     def _stop_replay(self, why: str) -> None:
         replay, self._replay = self._replay, None
         if replay is not None:
-            self._replay_off = f"it has stopped: {why}"
+            self._replay_off = replay.off or f"it has stopped: {why}"
             self._guarded(replay.close)
 
     def _at_exit(self) -> None:

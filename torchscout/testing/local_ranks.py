@@ -27,7 +27,7 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
-__all__ = ["LiveRanks", "RankError", "preload", "run_ranks"]
+__all__ = ["LiveRanks", "RankError", "die_with_parent", "preload", "run_ranks", "start_process"]
 
 _AFTER_FAILURE_SECONDS = 5.0
 _STACK_SECONDS = 3.0
@@ -75,6 +75,14 @@ class _Work:
 def preload(*modules: str) -> None:
     """Import more modules in the server. Call it before the first ``run_ranks`` of a process."""
     _preloaded.extend(module for module in modules if module not in _preloaded)
+
+
+def start_process(body: Callable[..., None], *args: Any) -> ForkServerProcess:
+    """Start a process in which the preloaded modules are imported; ``body`` must be importable."""
+    _context.set_forkserver_preload(_preloaded)
+    process = _context.Process(target=body, args=args)
+    process.start()
+    return process
 
 
 def run_ranks(
@@ -250,7 +258,7 @@ def _end(ranks: Sequence[_Rank], timeout_seconds: float = _EXIT_SECONDS) -> None
 def _rank_main(rank: int, folder: Path, pipe: Connection, work: _Work) -> None:
     """The child process: answers, waits until every rank has answered, and exits."""
     os.setpgid(0, 0)  # so that the parent can kill this rank's children too
-    _die_with_parent()
+    die_with_parent()
     ok = True
     with (folder / f"stack-{rank}").open("w") as stack, suppress(OSError, EOFError):
         faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
@@ -321,10 +329,10 @@ def _join(rank: int, folder: Path, work: _Work) -> None:
     dist.init_process_group(work.backend, rank=rank, world_size=work.world_size, store=store)
 
 
-def _die_with_parent() -> None:
-    """Let the kernel kill this rank, even if it is blocked, once the caller of ``run_ranks`` is gone.
+def die_with_parent() -> None:
+    """Let the kernel kill this process, even if it is blocked, once the one that asked for it is gone.
 
-    A caller that is already gone causes no signal, so this is checked afterwards.
+    A parent that is already gone causes no signal, so this is checked afterwards.
     """
     parent = multiprocessing.parent_process()
     assert parent is not None

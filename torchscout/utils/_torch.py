@@ -24,9 +24,14 @@ _REQUIRED = {
     "TreeSpec": "torch.utils._pytree.TreeSpec",
     "assert_async": "torch._assert_async",
     "backend_of": "torch.distributed.ProcessGroup._get_backend",
+    "default_store": "torch.distributed.distributed_c10d._get_default_store",
     "current_graph_task_id": "torch._C._current_graph_task_id",
+    "describe_group": "torch.distributed.ProcessGroup._set_group_desc",
+    "name_group": "torch.distributed.ProcessGroup._set_group_name",
     "operator_names": "torch._C._dispatch_get_all_op_names",
     "plain_attention": "torch._C._nn.scaled_dot_product_attention",
+    "register_backend": "torch.distributed.ProcessGroup._register_backend",
+    "set_backend": "torch.distributed.ProcessGroup._set_default_backend",
     "set_deterministic": "torch._C._set_deterministic_algorithms",
     "tree_flatten": "torch.utils._pytree.tree_flatten",
     "tree_leaves": "torch.utils._pytree.tree_leaves",
@@ -38,10 +43,13 @@ _REQUIRED = {
 _REQUIRED_ON_CUDA = {"current_raw_stream": "torch._C._cuda_getCurrentRawStream"}
 _OPTIONAL = {
     # Present in some builds or releases only; the code that uses them checks for None.
+    "RendezvousAction": "torch.distributed.elastic.rendezvous.dynamic_rendezvous._Action",
+    "RendezvousJoin": "torch.distributed.elastic.rendezvous.dynamic_rendezvous._RendezvousJoinOp",
     "DataLoaderIterator": "torch.utils.data.dataloader._BaseDataLoaderIter",
     "dump_flight_recorder": "torch._C._distributed_c10d._dump_fr_trace_json",
     "dump_nccl_flight_recorder": "torch._C._distributed_c10d._dump_nccl_trace_json",
     "frame_evaluation": "torch._C._dynamo.eval_frame",
+    "scaled_mm": "torch._scaled_mm",
     # For deliberate faults and test models only.
     "DispatchKeySet": "torch._C.DispatchKeySet",
     "TorchDispatchMode": "torch.utils._python_dispatch.TorchDispatchMode",

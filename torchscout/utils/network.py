@@ -32,6 +32,7 @@ __all__ = [
     "KeyPair",
     "derive",
     "encode",
+    "interface_of_job",
     "listening_address",
     "new_token",
     "own_address",
@@ -149,6 +150,20 @@ def listening_address(hosts: Sequence[str], rank: int, listens: str = "*") -> tu
         return "127.0.0.1", "127.0.0.1"
     address = own_address(hosts, rank, listens)
     return (listens if listens in EVERYWHERE - {"*"} else address), address
+
+
+def interface_of_job() -> str:
+    """The network interface of the job's process groups: a setting of Gloo or NCCL, or the one towards rank
+    0; an empty text if that is unknown."""
+    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        if setting := os.environ.get(variable):
+            return setting
+    used = {*_addresses_towards(os.environ.get("MASTER_ADDR") or "localhost")}
+    for _, name in socket.if_nameindex():
+        with suppress(OSError):  # an interface without an IPv4 address
+            if _address_of(name) in used:
+                return name
+    return ""
 
 
 def _own_addresses(listens: str, other: str | None) -> Iterator[str]:

@@ -52,7 +52,7 @@ class ProcessStat(NamedTuple):
 def process_stat(pid: int) -> ProcessStat | None:
     """Return the state of a process, or None if there is no such process.
 
-    Raises ``OSError`` if that cannot be told, for example because no file descriptor is left.
+    Raises ``OSError`` if that is not known, for example because no file descriptor is left.
     """
     try:
         stat = (_PROC / str(pid) / "stat").read_text(errors="replace")

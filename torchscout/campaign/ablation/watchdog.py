@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import datetime
 import json
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -33,6 +32,7 @@ from torchscout.observer.publisher import Publisher
 from torchscout.observer.record.reader import ProgressReader
 from torchscout.observer.record.writer import ProgressWriter
 from torchscout.observer.silence import SilenceDetector
+from torchscout.utils.identity import host_name
 
 __all__ = ["train_gathering", "train_posting"]
 
@@ -89,7 +89,7 @@ def _train(
     redirect_output(run_dir)
     training = training_of(layout)
     adapter = adapter_for(training.model, training.optimizer, layout.mesh() if layout.tensor > 1 else None)
-    mesh = adapter.mesh([socket.gethostname()] * layout.ranks)
+    mesh = adapter.mesh([host_name()] * layout.ranks)
     writer = ProgressWriter.create(run_dir / f"record-{rank}", rank)
     publisher = Publisher(writer)
     publisher.watch_layers(adapter.layers())

@@ -24,7 +24,9 @@ from torchscout.checkpoint.state.training_state import State
 from torchscout.checkpoint.storage import shards
 from torchscout.checkpoint.storage.encoding import bytes_of, name_of
 from torchscout.checkpoint.storage.shard_format import Outline, ShardIdentity, digest, outline
+from torchscout.checkpoint.totals import Totals
 from torchscout.errors import CheckpointError, describe_error
+from torchscout.utils.cuda_graphs import ignore_other_threads
 
 __all__ = ["Capture", "Snapshots"]
 
@@ -98,6 +100,8 @@ class Snapshots:
             raise ValueError(f"copies must be at least 2, one whole and one being written; got {copies}")
         self._folder, self._rank = Path(folder), rank
         self._limit, self._timeout = limit, timeout_seconds
+        self.totals = Totals()
+        """The snapshots that were begun, their bytes, and how long training has waited for them."""
         self._pool = BufferPool(self._folder, rank, copies, protected)
         self._stage = Stage()
         self._header_room = 0
@@ -122,7 +126,8 @@ class Snapshots:
             self._last = capture
             self._unfenced = task = _Task(capture, role, state, staged, versions, copies)
             self._begin(lambda: self._complete(task))
-        capture.held_seconds += time.perf_counter() - begin
+            self.totals = self.totals.plus(count=1, size=state.bytes)
+        self._training_waited(capture, begin)
         return capture
 
     def fence(self) -> None:
@@ -138,7 +143,7 @@ class Snapshots:
                 capture._given_up = describe_error(error)
         else:
             capture._given_up = f"the state was not copied within {self._timeout} s"
-        capture.held_seconds += time.perf_counter() - begin
+        self._training_waited(capture, begin)
 
     def prepare(self, size: int) -> None:
         """Allocate memory for a snapshot of about this size in advance, so that the first is not slower."""
@@ -158,6 +163,11 @@ class Snapshots:
         finally:
             if path is not None:
                 self._pool.release(generation)
+
+    def _training_waited(self, capture: Capture, since: float) -> None:
+        seconds = time.perf_counter() - since
+        capture.held_seconds += seconds
+        self.totals = self.totals.plus(seconds=seconds)
 
     def retire(self, generation: Generation) -> None:
         """Allow this generation to be overwritten."""
@@ -189,6 +199,8 @@ class Snapshots:
             self._thread.start()
 
     def _run(self) -> None:
+        with suppress(OSError, RuntimeError):  # another kind of accelerator
+            ignore_other_threads()
         while (work := self._work.get()) is not None:
             work()
             del work  # it keeps training's tensors alive

@@ -46,13 +46,15 @@ __all__ = [
     "load",
     "make_folder",
     "path_of",
+    "read_tensor",
     "replace",
     "verify",
     "write",
 ]
 
 _TEMPORARY = ".writing"
-_CHUNK = 8 << 20
+_CHUNK = 1 << 20
+"""Fits into a core's cache."""
 _NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
 _NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
 
@@ -129,13 +131,14 @@ def load(path: Path | str, named: Iterable[type] = ()) -> Restored:
     with _opened(Path(path)) as (file, size):
         header = _header(file, size)
         check_padding(header, lambda offset, length: _read(file, offset, length))
-        rooms = encoding.room_for(header.entries)
-        for entry in header.entries:
-            memory = encoding.bytes_of(rooms[entry.name])
-            _read_into(memory, file, entry.offset)
-            if digest(memory) != entry.digest:
-                raise DamagedError(f"tensor {entry.name!r} is damaged: its digest does not match")
-        return Restored(header, encoding.decode(header.document, rooms, named))
+        tensors = {entry.name: _tensor(file, entry) for entry in header.entries}
+        return Restored(header, encoding.decode(header.document, tensors, named))
+
+
+def read_tensor(path: Path | str, entry: Entry) -> Any:
+    """Read one tensor of a shard into host memory and verify it; raises ``DamagedError``."""
+    with _opened(Path(path)) as (file, _):
+        return _tensor(file, entry)
 
 
 def clean(directory: Path | str) -> list[Path]:
@@ -283,9 +286,23 @@ def _header(file: int, size: int) -> Header:
     return parse(_read(file, 0, end), size)
 
 
+def _tensor(file: int, entry: Entry) -> Any:
+    from torchscout.checkpoint.storage import encoding  # imports torch
+
+    tensor = encoding.room_for([entry])[entry.name]
+    memory = encoding.bytes_of(tensor)
+    _read_into(memory, file, entry.offset)
+    if digest(memory) != entry.digest:
+        raise DamagedError(f"tensor {entry.name!r} is damaged: its digest does not match")
+    return tensor
+
+
 def _digest_of(file: int, entry: Entry) -> str:
     found = xxhash.xxh3_128()
-    for piece in _pieces(file, entry.offset, entry.end):
+    room = memoryview(bytearray(min(_CHUNK, entry.length)))  # new memory for each piece would take longer
+    for offset in range(entry.offset, entry.end, _CHUNK):
+        piece = room[: min(_CHUNK, entry.end - offset)]
+        _read_into(piece, file, offset)
         found.update(piece)
     return found.hexdigest()
 
@@ -345,19 +362,30 @@ class IncomingShard:
             raise CheckpointError(f"cannot write {self.path}: {error.strerror}") from error
 
     def seal(self) -> Path:
-        """Verify every bit, give the file its name, and return its path; raises ``DamagedError``.
+        """Verify it, give the file its name, and return its path; see ``verify`` and ``publish``."""
+        try:
+            self.verify()
+            return self.publish()
+        finally:
+            self.discard()
+
+    def verify(self) -> None:
+        """Read every bit of the complete file again; raises ``DamagedError``."""
+        report = verify(self._temporary)
+        found = None if report.header is None else report.header.identity
+        if not report.whole:
+            raise DamagedError(
+                "; ".join(report.problems[:3]).replace(str(self._temporary), "the received shard")
+            )
+        if found != self.identity:
+            raise DamagedError(f"announced as {_described(self.identity)}, but it is {_described(found)}")
+
+    def publish(self) -> Path:
+        """Give the verified file its name, and return its path; raises ``CheckpointError``.
 
         Replaces an existing copy: that has the same name and so the same content, unless it is damaged.
         """
         try:
-            report = verify(self._temporary)
-            found = None if report.header is None else report.header.identity
-            if not report.whole:
-                raise DamagedError(
-                    "; ".join(report.problems[:3]).replace(str(self._temporary), "the received shard")
-                )
-            if found != self.identity:
-                raise DamagedError(f"announced as {_described(self.identity)}, but it is {_described(found)}")
             os.fchmod(self._file, 0o400)
             self._temporary.replace(self.path)
         except OSError as error:

@@ -1,18 +1,17 @@
-"""Runs and restarts the demo's job, with its live view and its report."""
+"""Runs the demo's job, with its live view and its report."""
 
 from __future__ import annotations
 
 import json
-import os
-import signal
 import sys
 import textwrap
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from itertools import groupby
+from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
@@ -23,19 +22,20 @@ from rich.text import Text
 
 from torchscout.campaign.grading import Grade, grade
 from torchscout.checkpoint.selection import SweepResult
-from torchscout.cli.demo.job import Began, Ended, train, train_alone
-from torchscout.cli.demo.scenario import STEPS, Kind, Scenario
-from torchscout.decision.record import Incident, Manifestation
+from torchscout.cli.demo.job import PROGRESS, Ended, fired, has_fired, launch, train_alone
+from torchscout.cli.demo.scenario import Kind, Scenario
+from torchscout.decision.record import Decision, Failure, Incident
 from torchscout.decision.recorder import IncidentLog
 from torchscout.faults.plan import FaultPlan
-from torchscout.testing.local_ranks import LiveRanks, run_ranks
+from torchscout.testing.local_ranks import run_ranks, start_process
 from torchscout.utils.text import wrapped
 
 __all__ = ["Attempt", "Outcome", "Picture", "View", "play", "report_of", "screen", "view_for"]
 
-_SECONDS = 120.0
-"""The time limit of a single step."""
+_SECONDS = 180.0
+"""How long nothing may happen."""
 _POLL_SECONDS = 0.1
+_ENDS = {Failure.SDC: "corrupted", Failure.HANG: "hung"}
 
 
 @dataclass(slots=True)
@@ -45,7 +45,7 @@ class Attempt:
     resumed: dict[str, Any]
     losses: list[float] = field(default_factory=list)
     end: str = "finished"
-    """``finished``, ``corrupted`` or ``hung``."""
+    """``finished``, or why it was restarted: ``corrupted`` or ``hung``."""
     step: int = 0
     """The last completed step."""
 
@@ -57,6 +57,7 @@ class Outcome:
     attempts: list[Attempt]
     fired: list[dict[str, Any]]
     incidents: list[Incident]
+    decisions: list[Decision]
     grade: Grade
     recovered: bool
     """Whether the job ended with bitwise the state of a job without faults."""
@@ -64,101 +65,95 @@ class Outcome:
 
 
 def play(scenario: Scenario, planned: Mapping[Kind, FaultPlan], run_dir: Path, view: View) -> Outcome:
-    reports, attempts, incidents = IncidentLog(run_dir, strict=True), list[Attempt](), list[Incident]()
+    """Train until the job ends, restarts included, and compare with a job without faults."""
+    here, there = Pipe(duplex=False)
+    job = start_process(launch, scenario, planned, run_dir, there)
+    there.close()
+    narration = Narration(run_dir, view)
     ended: list[Ended] = []
-    while not ended and len(attempts) <= len(planned):
-        if attempts:
-            view.clear()
-            view.say("Restarting the job with new processes.")
-        faults = sum((each for each in planned.values() if not _has_fired(each, run_dir)), FaultPlan())
-        attempt, ended = _attempt(scenario, faults, run_dir, view, (reports, incidents))
-        attempts.append(attempt)
+    try:
+        narration.follow(job.is_alive)
+        with suppress(EOFError):  # it has failed
+            ended = here.recv()
+    finally:
+        job.kill()
+        job.join()
+    if not ended:
+        view.say(f"The job failed; its log is {run_dir}/ranks.log.")
     view.say("Repeating the training without faults and without torchscout, to compare.")
     alone = run_ranks(train_alone, scenario.ranks, scenario, timeout=_SECONDS)
     every = sum(planned.values(), FaultPlan())
-    unfired = [kind.value for kind, each in planned.items() if not _has_fired(each, run_dir)]
+    unfired = [kind.value for kind, each in planned.items() if not has_fired(each, run_dir)]
     failures = [failure for each in ended for failure in each.failures]
+    incidents = narration.log.incidents
     return Outcome(
-        attempts,
-        _fired(run_dir),
+        narration.attempts,
+        fired(run_dir),
         incidents,
+        narration.log.decisions,
         grade(every.truth(scenario.mesh()), unfired=unfired, incidents=incidents, failures=failures),
         recovered=[each.state for each in ended] == alone,
         status=ended[0].status if ended else {},
     )
 
 
-_Log = tuple[IncidentLog, list[Incident]]
-"""Where incidents are read from, and those that were read so far."""
+class Narration:
+    """Follows the files of the run directory, and shows what happens."""
 
+    def __init__(self, run_dir: Path, view: View) -> None:
+        self.log = IncidentLog(run_dir, strict=True)
+        self.attempts: list[Attempt] = []
+        self._view, self._path, self._position = view, run_dir / PROGRESS, 0
+        self._decisions = 0
+        """How many decisions have been shown."""
 
-def _attempt(
-    scenario: Scenario, faults: FaultPlan, run_dir: Path, view: View, log: _Log
-) -> tuple[Attempt, list[Ended]]:
-    with LiveRanks(train, scenario.ranks, scenario, faults, run_dir) as ranks:
-        began: list[Began] = ranks.ask("begin", timeout=_SECONDS)
-        attempt = Attempt(began[0].resumed, step=began[0].resumed["step"])
-        if attempt.step:
-            view.say(f"resumed    {attempt.resumed['reason']}")
-        while attempt.step < STEPS:
-            ranks.send("step")
-            if _hangs(ranks, view, log):
-                _end_observers(began)  # first: they would report that their trainers are killed
-                ranks.close(timeout_seconds=0.0)
-                view.say("stopped    the job hangs; stopping it")
-                attempt.end = "hung"
-                return attempt, []
-            answers = ranks.answers()
-            attempt.step = answers[0].step
-            attempt.losses.append(answers[0].loss)
-            view.stepped(attempt.step, answers[0].loss)
-            _show_new(view, log)
-            if any(each.poisoned for each in answers):
-                view.say("stopped    the state is corrupt; stopping the job")
-                attempt.end = "corrupted"
-                return attempt, []
-        ended: list[Ended] = ranks.ask("end", timeout=_SECONDS)
-        return attempt, ended
+    def follow(self, goes_on: Callable[[], bool]) -> None:
+        """Show what happens until the job has ended, or nothing has happened for too long."""
+        deadline = time.monotonic() + _SECONDS
+        while goes_on() and time.monotonic() < deadline:
+            time.sleep(_POLL_SECONDS)
+            if self._show_new():
+                deadline = time.monotonic() + _SECONDS
+        self._show_new()
 
+    def _show_new(self) -> bool:
+        """Show what was written since the last call; return whether there was anything."""
+        incidents = [each.item for each in self.log.new() if isinstance(each.item, Incident)]
+        for incident in incidents:
+            self._view.say(f"reported   {incident.sentence}")
+            self._view.mark(incident.ranks, f"{incident.manifestation.value}: {incident.records[0].surface}")
+        decisions = self.log.decisions[self._decisions :]
+        self._decisions += len(decisions)
+        progress = self._new_progress()
+        for each in progress:
+            self._show_progress(each)
+        for decision in decisions:
+            self._view.say(f"decided    {decision.sentence}")
+            if decision.is_carried_out:
+                self.attempts[-1].end = _ENDS.get(decision.failure, decision.failure.value)
+                self._view.clear()
+                self._view.say("Restarting the job with new processes.")
+        return bool(incidents or decisions or progress)
 
-def _hangs(ranks: LiveRanks, view: View, log: _Log) -> bool:
-    """Whether a hang is reported before the step ends."""
-    deadline = time.monotonic() + _SECONDS
-    while not ranks.have_answered(_POLL_SECONDS) and time.monotonic() < deadline:
-        if any(each.manifestation is Manifestation.HANG for each in _show_new(view, log)):
-            return True
-    return False
+    def _show_progress(self, facts: dict[str, Any]) -> None:
+        if "resumed" in facts:
+            attempt = Attempt(facts["resumed"], step=facts["resumed"]["step"])
+            self.attempts.append(attempt)
+            if attempt.step:
+                self._view.say(f"resumed    {attempt.resumed['reason']}")
+            return
+        attempt = self.attempts[-1]
+        attempt.step = facts["step"]
+        attempt.losses.append(facts["loss"])
+        self._view.stepped(attempt.step, facts["loss"])
 
-
-def _show_new(view: View, log: _Log) -> Sequence[Incident]:
-    """Show and return the incidents that were reported since the last call."""
-    reports, incidents = log
-    new = [each.item for each in reports.new() if isinstance(each.item, Incident)]
-    for incident in new:
-        view.say(f"reported   {incident.sentence}")
-        view.mark(incident.ranks, f"{incident.manifestation.value}: {incident.records[0].surface}")
-    incidents += new
-    return new
-
-
-def _end_observers(began: Sequence[Began]) -> None:
-    for each in began:
-        if each.observer is not None:
-            with suppress(ProcessLookupError):
-                os.kill(each.observer, signal.SIGKILL)
-
-
-def _fired(run_dir: Path) -> list[dict[str, Any]]:
-    """The faults that happened, by step; ranks record them before they happen."""
-    lines = [
-        line for path in sorted(run_dir.glob("injected-*.jsonl")) for line in path.read_text().splitlines()
-    ]
-    return sorted((json.loads(line) for line in lines), key=lambda each: (each["step"], each["rank"]))
-
-
-def _has_fired(faults: FaultPlan, run_dir: Path) -> bool:
-    happened = {(each["rank"], each["at"]) for each in _fired(run_dir)}
-    return all((fault.rank, fault.at) in happened for fault in faults)
+    def _new_progress(self) -> list[dict[str, Any]]:
+        with suppress(FileNotFoundError), self._path.open("rb") as file:
+            file.seek(self._position)
+            lines = [line for line in file if line.endswith(b"\n")]
+            self._position += sum(map(len, lines))
+            return [json.loads(line) for line in lines]
+        return []
 
 
 _KEPT_SENTENCES = 14
@@ -292,6 +287,7 @@ def report_of(outcome: Outcome, run_dir: Path) -> dict[str, Any]:
         "recovered": outcome.recovered,
         "injected": outcome.fired,
         "incidents": [each.to_json() for each in outcome.incidents],
+        "decisions": [each.to_json() for each in outcome.decisions],
         "lives": [asdict(each) for each in outcome.attempts],
         "status": outcome.status,
         "run_dir": str(run_dir),

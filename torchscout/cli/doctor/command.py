@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import socket
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -46,6 +45,7 @@ from torchscout.cli.doctor.probes import (
 from torchscout.config import ObserverConfig
 from torchscout.errors import ScoutError
 from torchscout.observer.record.directory import records_home
+from torchscout.utils.identity import host_name
 
 __all__ = ["Facts", "doctor", "findings_of", "gathered", "screen"]
 
@@ -216,7 +216,7 @@ def doctor(options: Options) -> None:
     counts = {grade: sum(each.status is grade for each in findings) for grade in Grade}
     report: dict[str, Any] = {
         "fit": not counts[Grade.FAIL],
-        "host": socket.gethostname(),
+        "host": host_name(),
         "findings": [asdict(each) for each in findings],
     }
     print_report(report, screen(findings, counts), as_json=options.as_json, output=options.output)
@@ -284,6 +284,6 @@ def _listen(options: Options) -> None:
                 typer.echo(f"{visit.host} has connected.", err=True)
     except KeyboardInterrupt:
         pass
-    report = {"host": socket.gethostname(), "visits": visits}
+    report = {"host": host_name(), "visits": visits}
     shown = f"{counted(len(visits), 'machine')} connected."
     print_report(report, shown, as_json=options.as_json, output=options.output)

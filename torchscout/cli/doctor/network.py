@@ -23,6 +23,7 @@ from torchscout.errors import ScoutError
 from torchscout.observer import protocol
 from torchscout.observer.protocol import Address, Message, Tally
 from torchscout.utils import network
+from torchscout.utils.identity import host_name
 from torchscout.utils.network import EVERYWHERE, own_address
 
 __all__ = ["Visit", "address_for_others", "meet", "reach_own_board", "serve"]
@@ -122,7 +123,7 @@ def _visits(hub: zmq.Socket[bytes], versions: Versions, until: float | None) -> 
         message = protocol.decode(b"".join(frames), Tally())
         if message is None or message["kind"] != "hello":
             continue
-        answer = {"time": time.time(), "host": socket.gethostname(), "versions": dict(versions)}
+        answer = {"time": time.time(), "host": host_name(), "versions": dict(versions)}
         with suppress(zmq.ZMQError):  # it has already disconnected
             hub.send_multipart([identity, protocol.encode("here", **answer)], zmq.NOBLOCK)
         if identity not in seen:
@@ -153,7 +154,7 @@ def meet(address: Address, versions: Versions) -> Met:
 def _ask(client: zmq.Socket[bytes], versions: Versions) -> tuple[float, float, Message] | None:
     """The round-trip time, how far the other clock is ahead, and the answer; None without one."""
     began, here = time.monotonic(), time.time()
-    client.send(protocol.encode("hello", host=socket.gethostname(), versions=dict(versions)))
+    client.send(protocol.encode("hello", host=host_name(), versions=dict(versions)))
     if not client.poll(int(1000 * _TIMEOUT_SECONDS), zmq.POLLIN):
         return None
     seconds = time.monotonic() - began

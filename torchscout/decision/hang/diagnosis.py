@@ -13,7 +13,7 @@ so observers ask for one only when no rank has moved for some time.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -131,7 +131,8 @@ def _stall(evidence: HangEvidence, graph: WaitGraph) -> Incident:
     """Report operations that all ranks entered. Suspects are absent or dead, or their devices are behind."""
     stalled = sorted(graph.stalled.lines.values(), key=_key)
     members = {rank for each in stalled for rank in evidence.lines[each.line].members}
-    if suspects := members & (evidence.unheard | evidence.dead) or _devices_behind(evidence, members):
+    suspects = members & (evidence.unheard | evidence.dead) or _devices_behind(evidence, members)
+    if suspects and not _is_lossy(evidence, suspects):
         missed: dict[int, list[IssuedOp]] = {rank: [] for rank in sorted(suspects)}
         for each in stalled:
             for rank in suspects.intersection(evidence.lines[each.line].members):
@@ -144,8 +145,17 @@ def _stall(evidence: HangEvidence, graph: WaitGraph) -> Incident:
         tuple(sorted(members)),
         explanation.of_lines(evidence, [each.line for each in stalled], ()),
         Action.INSPECT,
-        explanation.stall(evidence, stalled, evidence.silence(members)),
+        explanation.stall(evidence, stalled, evidence.silence(members), sorted(suspects)),
     )
+
+
+def _is_lossy(evidence: HangEvidence, suspects: Collection[int]) -> bool:
+    """Whether suspects are known for nothing but their absence, and several ranks are absent.
+
+    One absent rank explains the stall by itself. Of several, at least one is absent for another reason, such
+    as lost messages, and then a suspect may be too.
+    """
+    return len(evidence.unheard) > 1 and evidence.unheard.issuperset(suspects)
 
 
 def _unobserved(evidence: HangEvidence) -> Incident | None:

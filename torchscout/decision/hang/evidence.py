@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, compress
+from itertools import chain, compress, repeat
 from operator import attrgetter
 from typing import Any
 
@@ -174,7 +174,8 @@ class Members:
         line = np.repeat(np.arange(len(lines)), lengths)
         codes = {each.key: code for code, each in enumerate(lines)}
         known = [each.progress for each in statuses.values() if each.progress is not None]
-        theirs = _ints(codes.get(key, NOTHING) for each in known for key in each.issued)
+        keys = chain.from_iterable(map(attrgetter("issued"), known))
+        theirs = _ints(map(codes.get, keys, repeat(NOTHING)))
         whose = np.repeat(_ints(each.rank for each in known), [len(each.issued) for each in known])
         counts = _ints(chain.from_iterable(each.issued.values() for each in known))
         starts, places = np.cumsum([0, *lengths]), _pairs(line, rank)
@@ -191,16 +192,17 @@ class Members:
 
 def coded(values: Iterable[Hashable]) -> Ints:
     """Map values to small integers, equal for equal values only."""
-    codes: dict[Hashable, int] = {}
-    return _ints(codes.setdefault(value, len(codes)) for value in values)
+    listed = list(values)
+    codes = {value: code for code, value in enumerate(dict.fromkeys(listed))}
+    return _ints(map(codes.__getitem__, listed))
 
 
 def _distinct(known: Sequence[Progress], lines: Mapping[str, int]) -> tuple[list[IssuedOp], Ints, Ints]:
     """Return distinct recent operations, their lines, and the index of each recent one (or ``NOTHING``)."""
     flat = list(chain.from_iterable(map(attrgetter("recent"), known)))
     _, first, which = np.unique(_ints(map(id, flat)), return_index=True, return_inverse=True)
-    objects = [flat[place] for place in first.tolist()]
-    line = _ints(lines.get(each.line, NOTHING) for each in objects)
+    objects = list(map(flat.__getitem__, first.tolist()))
+    line = _ints(map(lines.get, map(attrgetter("line"), objects), repeat(NOTHING)))
     is_known = line != NOTHING
     index = np.where(is_known, np.cumsum(is_known) - 1, NOTHING)
     return list(compress(objects, is_known.tolist())), line[is_known], index[which]
@@ -209,7 +211,8 @@ def _distinct(known: Sequence[Progress], lines: Mapping[str, int]) -> tuple[list
 def _entered(known: Sequence[Progress], lines: Mapping[str, int], places: Ints) -> Ints:
     """Return how far the device is for each pair of line and rank; ``NOTHING`` if unknown."""
     devices = [each for each in known if each.entered]
-    theirs = _ints(lines.get(key, NOTHING) for each in devices for key in each.entered)
+    keys = chain.from_iterable(map(attrgetter("entered"), devices))
+    theirs = _ints(map(lines.get, keys, repeat(NOTHING)))
     whose = np.repeat(_ints(each.rank for each in devices), [len(each.entered) for each in devices])
     counts = _ints(chain.from_iterable(each.entered.values() for each in devices))
     return _looked_up(places, _pairs(theirs, whose), counts - NOTHING) + NOTHING

@@ -202,14 +202,26 @@ def deadlock(evidence: HangEvidence, cycles: Sequence[Mapping[int, IssuedOp]]) -
     return sentences(f"{named(tuple(first))} wait for each other, {why}: {shown}", more)
 
 
-def stall(evidence: HangEvidence, stalled: Sequence[IssuedOp], seconds: float) -> str:
-    """Describe operations that all members have entered; the first in full."""
+def stall(
+    evidence: HangEvidence, stalled: Sequence[IssuedOp], seconds: float, absent: Sequence[int] = ()
+) -> str:
+    """Describe operations that all members have entered, except for absent ones; the first in full."""
     members = len(evidence.lines[stalled[0].line].members)
     since = f" for {seconds:.1f} s" if seconds else ""  # 0 where it is not known
-    return sentences(
-        f"all {members} members entered {_operation(evidence, stalled[0])}, which has not returned{since}",
-        f"{len(stalled) - 1} more operations have stalled in the same way" if len(stalled) > 1 else "",
+    who, cause = (
+        f"all {members} members",
         "no rank is behind: the runtime, a device or the transport has stalled",
+    )
+    if absent:
+        who = f"all members that answered, of {members},"
+        cause = (
+            f"{named(absent)} {evidence.absent}: it is not known whether "
+            "one of them, the runtime, a device or the transport has stalled"
+        )
+    return sentences(
+        f"{who} entered {_operation(evidence, stalled[0])}, which has not returned{since}",
+        f"{len(stalled) - 1} more operations have stalled in the same way" if len(stalled) > 1 else "",
+        cause,
     )
 
 

@@ -15,7 +15,7 @@ from torchscout.decision.hang.diagnosis import diagnose
 from torchscout.decision.hang.flight_recorder import Dump, State
 from torchscout.decision.hang.flight_recorder_lines import Operation, Recording, recording
 from torchscout.decision.progress import IssuedOp, Phase, Process, Progress, RankStatus
-from torchscout.decision.record import Incident
+from torchscout.decision.record import Incident, Scope
 from torchscout.mesh import Mesh
 from torchscout.utils.text import named, sentences
 
@@ -84,12 +84,19 @@ def explain(dumps: Sequence[Dump], world_size: int) -> Explanation:
     for by_device in attempts:
         progresses = _progresses(found, by_device=by_device)
         incident = diagnose(_statuses(found, progresses), found.lines, mesh, absent=_ABSENT)
-        if incident is not None and set(absent).issuperset(incident.ranks) and 2 * len(absent) > world_size:
+        if incident is not None and _is_about_absence(incident, absent) and 2 * len(absent) > world_size:
             return Explanation(found, progresses, None, absent, None, _too_few(progresses, absent))
         if incident is not None:
             return Explanation(found, progresses, incident, absent, True, incident.sentence)
     has_hang = None if absent or not any(found.operations.values()) else False
     return Explanation(found, progresses, None, absent, has_hang, _without_incident(found, absent))
+
+
+def _is_about_absence(incident: Incident, absent: Sequence[int]) -> bool:
+    """Whether nothing but the absence of ranks is known about those that are named."""
+    is_stall = incident.scope is Scope.PROCESS_GROUP and incident.records[0].surface.startswith("issued/")
+    named = set(incident.ranks)
+    return named <= set(absent) or (is_stall and not named.isdisjoint(absent))
 
 
 def _too_few(progresses: Progresses, absent: Sequence[int]) -> str:

@@ -18,6 +18,7 @@ import secrets
 import socket
 import stat
 import tempfile
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
@@ -25,6 +26,7 @@ from typing import Any, Literal, NamedTuple, get_args
 from torchscout.decision.progress import Process
 from torchscout.observer.record.layout import HEADER, SIZE
 from torchscout.utils import procfs
+from torchscout.utils.identity import host_name
 from torchscout.utils.private_files import is_private, make_folders, replace_text
 
 __all__ = [
@@ -40,6 +42,7 @@ __all__ = [
     "read_end",
     "read_ends",
     "read_roster",
+    "read_roster_entries",
     "reclaim",
     "records_home",
 ]
@@ -194,12 +197,35 @@ class RankEntry:
     """Number of ranks in the job; 0 if unknown."""
     started: int = 0
     """When its process began, in clock ticks since the boot: a recycled ``pid`` has another."""
+    address: tuple[int, ...] = ()
+    """Its coordinates along ``mesh.AXES``; empty if unknown."""
+    hostname: str = ""
+    """What the machine calls itself; ``host`` is what a scheduler calls it."""
+    device: str = ""
+    """See ``identity.device_name``; empty without an accelerator."""
+    interface: str = ""
+    """The network interface of the job's process groups; empty if unknown."""
 
     @classmethod
-    def own(cls, rank: int, record: Path | None, size: int = 0) -> RankEntry:
+    def own(
+        cls,
+        rank: int,
+        record: Path | None,
+        size: int = 0,
+        address: tuple[int, ...] = (),
+        device: str = "",
+        interface: str = "",
+    ) -> RankEntry:
         """Return the entry of this process; ``record`` is None without an observer."""
         name = f"{_SESSION}{secrets.token_hex(16)}" if record is None else str(record)
-        return cls(rank, socket.gethostname(), os.getpid(), name, size, ProcessIdentity.own().started)
+        started = ProcessIdentity.own().started
+        hostname = socket.gethostname()
+        return cls(rank, host_name(), os.getpid(), name, size, started, address, hostname, device, interface)
+
+    @property
+    def is_here(self) -> bool:
+        """Whether the rank runs on this machine."""
+        return (self.hostname or self.host) == socket.gethostname()
 
     @property
     def has_no_observer(self) -> bool:
@@ -218,16 +244,32 @@ def read_roster(run_dir: Path) -> list[RankEntry]:
     return sorted((_read_entry(path) for path in _files(run_dir / "ranks")), key=lambda entry: entry.rank)
 
 
+def read_roster_entries(run_dir: Path) -> Iterator[RankEntry | ValueError]:
+    """Yield the entries in any order; for a file that is not an entry, the error."""
+    return map(_entry_or_error, _files(run_dir / "ranks"))
+
+
+def _entry_or_error(path: Path) -> RankEntry | ValueError:
+    try:
+        return _read_entry(path)
+    except ValueError as error:
+        return error
+
+
 def _read_entry(path: Path) -> RankEntry:
     try:
-        entry = RankEntry(**json.loads(path.read_text()))
+        fields = json.loads(path.read_text())
+        entry = RankEntry(**{**fields, "address": tuple(fields.get("address", ()))})
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from error
-    except (TypeError, ValueError, RecursionError) as error:
+    except (AttributeError, TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not a rank's entry: {error}") from error
-    if not all(isinstance(each, int) for each in (entry.rank, entry.pid, entry.size, entry.started)):
+    if not all(
+        isinstance(each, int) for each in (entry.rank, entry.pid, entry.size, entry.started, *entry.address)
+    ):
         raise ValueError(f"{path} is not a rank's entry: rank {entry.rank!r:.40}, pid {entry.pid!r:.40}")
-    if not all(isinstance(each, str) and "\0" not in each for each in (entry.host, entry.record)):
+    texts = (entry.host, entry.record, entry.hostname, entry.device, entry.interface)
+    if not all(isinstance(each, str) and "\0" not in each for each in texts):
         raise ValueError(f"{path} is not a rank's entry: it names {entry.record!r:.80}")
     return entry
 
