@@ -139,7 +139,8 @@ def timed_out(rank: int, training: dist.ProcessGroup, other: dist.ProcessGroup) 
     brief = dist.new_group(timeout=timedelta(seconds=1), group_desc="brief")
     dist.barrier(group=brief)
     if rank != 2:
-        with pytest.raises(RuntimeError, match="Timed out"):
+        # The first rank to give up closes its connections, and the others may see that first.
+        with pytest.raises(RuntimeError, match="Timed out|Connection closed"):
             dist.all_reduce(torch.ones(5), group=brief)
 
 
