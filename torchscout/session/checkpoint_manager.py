@@ -237,12 +237,6 @@ class CheckpointManager:
             decision, wanted = self._previous_run.chosen(failure)
             decision = replace(decision, is_swept=decision.is_swept and self._config.verify_on_resume)
             loaded = load_first_usable(gate, decision, wanted, load, sweep)
-        except UnavailableError as error:
-            reason = f"{str(error).rstrip('.')}."
-            if start_over:
-                self._start_over(gate)
-                return Resumption(0, None, None, f"{reason} The job starts from step 0, as requested.")
-            raise UnavailableError(f"{reason} {WAYS_OUT.format(folder=self._disk)}") from None
         except NoUsableCheckpointError as error:
             self._gate = gate
             for each in dict.fromkeys(error.lost):
@@ -251,6 +245,12 @@ class CheckpointManager:
             self._gate = replace(self._gate, poisoned=self._gate.step)
             self._write_ledgers()
             raise
+        except UnavailableError as error:
+            reason = f"{str(error).rstrip('.')}."
+            if start_over:
+                self._start_over(gate)
+                return Resumption(0, None, None, f"{reason} The job starts from step 0, as requested.")
+            raise UnavailableError(reason, WAYS_OUT.format(folder=self._disk)) from None
         resumed = self._resumed(gate, loaded)
         return resumed if resharding is None else resharding.described(resumed)
 

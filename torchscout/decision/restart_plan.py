@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from torchscout.errors import RestartPlanError
 from torchscout.utils.identity import is_host_name
 from torchscout.utils.private_files import make_folders, open_private, replace_text
 
-__all__ = ["FOLDER_VARIABLE", "SCHEMA", "RestartPlan"]
+__all__ = ["FOLDER_VARIABLE", "SCHEMA", "RestartPlan", "write_plans"]
 
 _NAME = "restart-plan.json"
 FOLDER_VARIABLE = "TORCHSCOUT_PLAN"
@@ -66,6 +67,20 @@ class RestartPlan:
                 why |= {host: decision.sentence for host in decision.hosts if host in why}
         return why
 
+    def including(self, other: RestartPlan) -> RestartPlan:
+        """This plan with the restarts and excluded machines of another one that it does not know.
+
+        Of one decision, a trainer may know more than an observer: its devices.
+        """
+        known = {_essence(each) for each in self.restarts}
+        unknown = tuple(each for each in other.restarts if _essence(each) not in known)
+        return replace(
+            self,
+            excluded=tuple(dict.fromkeys((*other.excluded, *self.excluded))),
+            restarts=(*unknown, *self.restarts)[-_MAX_RESTARTS:],
+            is_stopped=self.is_stopped or other.is_stopped,
+        )
+
     def used(self) -> RestartPlan:
         """The plan after its checkpoint has been loaded, when its failure no longer applies."""
         return replace(self, failure=Failure.OTHER, sentence="")
@@ -88,7 +103,7 @@ class RestartPlan:
         return {
             "schema": SCHEMA,
             "failure": self.failure.value,
-            "excluded": self.excluded,
+            "excluded": [*self.excluded],
             "sentence": self.sentence,
             "restarts": [each.to_json() for each in self.restarts],
             "is_stopped": self.is_stopped,
@@ -129,6 +144,28 @@ class RestartPlan:
             return cls.from_json(json.loads(content, parse_constant=_refused))
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise RestartPlanError(path, f"{type(error).__name__}: {error}") from error
+
+
+def write_plans(plan: RestartPlan, folders: Iterable[Path]) -> list[str]:
+    """Write a plan to some folders of this machine; return what went wrong, in words.
+
+    Every rank writes the same plan. What the last run decided after this one had begun is kept.
+    """
+    problems = []
+    for folder in folders:
+        try:
+            found = RestartPlan.read(folder)
+        except RestartPlanError:  # it is ignored everywhere else, too
+            found = plan
+        try:
+            plan.including(found).write(folder)
+        except OSError as error:
+            problems.append(f"the restart plan could not be written: {error}")
+    return problems
+
+
+def _essence(decision: Decision) -> tuple[Any, ...]:
+    return decision.step, decision.action, decision.ranks, decision.sentence
 
 
 def _restart(document: Any) -> Decision:
