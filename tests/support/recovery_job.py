@@ -63,7 +63,7 @@ AGAIN = {"again": ("corrupt", "raises"), "lost_again": ("lost", "lost")}
 """What happens to the culprit, and then to the next rank as soon as the job has resumed."""
 
 
-def fault_of(fault: str, rank: int, step: int, folder: Path) -> str:
+def fault_of(fault: str, rank: int, step: int, folder: Path, *, has_resumed: bool) -> str:
     """What happens to this rank now."""
     if fault == "two" and step == FAULTY_STEP and rank in (0, CULPRIT):  # at once
         fault = "stopped" if rank == CULPRIT else "asleep"
@@ -71,7 +71,7 @@ def fault_of(fault: str, rank: int, step: int, folder: Path) -> str:
         fault = "split" if rank % 2 else "none"
     elif fault == "two_lost" and step == FAULTY_STEP and rank in (CULPRIT, CULPRIT + 1):
         fault = "lost"
-    elif fault in AGAIN and rank == CULPRIT + 1 and (folder / f"suffered-{CULPRIT}").exists():
+    elif fault in AGAIN and rank == CULPRIT + 1 and has_resumed:
         fault = AGAIN[fault][1]
     elif step != FAULTY_STEP or rank != CULPRIT:
         return "none"
@@ -130,7 +130,7 @@ def main() -> None:
         session.register_state("trap", Trap(mark))
     resumed = session.resume()
     for step in range(resumed.step, STEPS):
-        suffer(fault_of(fault, rank, step, folder), model)
+        suffer(fault_of(fault, rank, step, folder, has_resumed=resumed.step > 0), model)
         optimizer.zero_grad()
         torch.manual_seed(1000 * step + rank)
         model(torch.randn(4, 16)).square().mean().backward()

@@ -106,3 +106,14 @@ def test_a_decision_of_the_last_run_that_comes_late_is_kept(tmp_path: Path):
         assert plan.excluded == ("b",)
         assert [each.step for each in plan.restarts] == [LOST.step, 50]
         assert plan.failure is Failure.HANG
+
+
+def test_a_job_that_was_stopped_stays_stopped(tmp_path: Path):
+    """The workers that refuse to go on have ended before they finished."""
+    stop = replace(decided(LOST), action=Action.STOP, sentence="Stop the job: nothing is left.")
+    RestartPlan.first().after(stop).write(tmp_path / "checkpoints")
+    late = LateDecision(spec(tmp_path))
+    late.must_end(LOST)
+    late.trainer_ended()
+    assert RestartPlan.read(tmp_path / "checkpoints").sentence == stop.sentence
+    assert not (tmp_path / "run").exists()

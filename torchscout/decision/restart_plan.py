@@ -18,7 +18,7 @@ from torchscout.errors import RestartPlanError
 from torchscout.utils.identity import is_host_name
 from torchscout.utils.private_files import make_folders, open_private, replace_text
 
-__all__ = ["FOLDER_VARIABLE", "SCHEMA", "RestartPlan", "write_plans"]
+__all__ = ["FOLDER_VARIABLE", "SCHEMA", "RestartPlan", "is_stopped", "write_plans"]
 
 _NAME = "restart-plan.json"
 FOLDER_VARIABLE = "TORCHSCOUT_PLAN"
@@ -30,6 +30,8 @@ _MAX_BYTES = 1 << 20
 _MAX_RESTARTS = 64
 """Restarts that are kept, the newest ones."""
 _MAX_TEXT = 1024
+_LEAST_TRUST = (Failure.STRAGGLER, Failure.OTHER, Failure.HANG, Failure.MACHINES_GONE, Failure.SDC)
+"""From the failure after which most checkpoints can be trusted to that with the fewest."""
 _RESTARTS = (Action.RESTART, Action.REPLACE, Action.STOP)
 
 
@@ -51,8 +53,10 @@ class RestartPlan:
     def after(self, decision: Decision) -> RestartPlan:
         """The plan for a decision that restarts the job."""
         replaced = decision.hosts if decision.action is Action.REPLACE else ()
+        # A plan that was not used yet still holds: the failure that trusts less decides.
+        failures = (decision.failure, self.failure) if self.sentence else (decision.failure,)
         return RestartPlan(
-            failure=decision.failure,
+            failure=max(failures, key=_LEAST_TRUST.index),
             excluded=tuple(dict.fromkeys((*self.excluded, *replaced))),
             sentence=decision.sentence[:_MAX_TEXT],
             restarts=(*self.restarts, decision)[-_MAX_RESTARTS:],
@@ -162,6 +166,14 @@ def write_plans(plan: RestartPlan, folders: Iterable[Path]) -> list[str]:
         except OSError as error:
             problems.append(f"the restart plan could not be written: {error}")
     return problems
+
+
+def is_stopped(folder: Path) -> bool:
+    """Whether the plan in this folder stops the job."""
+    try:
+        return RestartPlan.read(folder).is_stopped
+    except RestartPlanError:
+        return False
 
 
 def _essence(decision: Decision) -> tuple[Any, ...]:

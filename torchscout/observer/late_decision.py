@@ -17,7 +17,7 @@ from torchscout.decision.decision_command import start_command
 from torchscout.decision.policy import decide, is_allowed
 from torchscout.decision.record import Decision, Incident, Manifestation
 from torchscout.decision.recorder import IncidentLog, record_one
-from torchscout.decision.restart_plan import write_plans
+from torchscout.decision.restart_plan import is_stopped, write_plans
 
 if TYPE_CHECKING:
     from torchscout.decision.record import Recordable
@@ -53,6 +53,9 @@ class LateDecision:
         """Do what the trainer would have done, unless it has. Call it once the trainer has ended."""
         if self._decision is not None and not self._is_planned:
             self._is_planned = True
+            if any(map(is_stopped, map(Path, self._spec.plan_folders))):
+                self._decision = None  # trainers that refuse to go on have ended, too
+                return
             plan = self._spec.plan.after(self._decision)
             for problem in write_plans(plan, map(Path, self._spec.plan_folders)):
                 print(problem, file=sys.stderr)

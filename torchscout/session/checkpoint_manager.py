@@ -63,6 +63,9 @@ from torchscout.session.resumption import (
 
 __all__ = ["CheckpointManager"]
 
+_COPY_SECONDS = 30.0
+"""How long a job that resumes waits at most for the copies of the loaded state on other machines."""
+
 
 class CheckpointManager:
     """Checkpoints of a model and its optimizers, until ``close``."""
@@ -273,8 +276,8 @@ class CheckpointManager:
         self._write_ledgers()
         gate = self._gate
         self._writer.later(lambda: self._keeper.tidy(gate))
-        if self._replication.replicator is not None and fetched.path is not None:
-            self._replication.replicator.send(fetched.path)  # its holder may be new and have no copy
+        if fetched.path is not None:  # its holder may be new and have no copy
+            self._replication.copy(fetched.path, min(_COPY_SECONDS, self._config.timeout_seconds))
         return loaded.resumption(self._member.rank, is_trusted=fetched.generation in self._gate.trusted)
 
     def _configured(self, gate: CheckpointGate) -> CheckpointGate:

@@ -53,6 +53,8 @@ class Recovery:
     """Where the restart plan is written; without one, nothing is carried out."""
     checkpoints: CheckpointManager | None
     exit: Callable[[int], object] = os._exit
+    is_ending: bool = False
+    """Whether an exception ends this process: its observer decides in its place."""
     entry: RankEntry | None = None
     """This rank's entry in the run directory."""
 
@@ -113,9 +115,9 @@ class Recovery:
         decision = replace(decision, devices=devices, is_carried_out=is_carried_out)
         if self.job.rank == incident.logged_by:
             self._report(decision)
-        elif is_carried_out:
+        elif is_carried_out and not self.is_ending:
             time.sleep(_SECONDS_TO_REPORT)
-        if is_carried_out:
+        if is_carried_out and not self.is_ending:
             self._leave(decision)
 
     def nothing_to_resume(self, reason: str) -> None:
@@ -149,6 +151,8 @@ class Recovery:
         log.warning("decision%s: %s", kept, decision.sentence)
         if decision.devices:
             log.warning("named devices: %s", listed(decision.devices))
+        if self.is_ending:
+            return
         if self.config.on_decision:
             start_command(self.config.on_decision, self.config.on_decision_seconds, decision)
         try:
