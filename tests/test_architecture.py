@@ -32,7 +32,7 @@ FLOORS["metrics"] = {"ground", "decision", "session"}
 FLOORS["attach"] = set(FLOORS)
 FLOORS["launch"] = set(FLOORS)
 FLOORS["preflight"] = set(FLOORS) - {"launch"}
-FLOORS["plugins"] = {"ground", "checkpoint", "adapters", "session", "attach"}
+FLOORS["plugins"] = {"ground", "decision", "checkpoint", "adapters", "session", "attach"}
 # Deliberate faults, real ranks for tests, the campaign, the simulator: production imports none of them.
 FLOORS["faults"] = {"ground", "decision", "collectives", "experts", "replay", "checkpoint", "adapters"}
 FLOORS["testing"] = {"ground", "experts", "observer"}

@@ -258,8 +258,10 @@ def _monitor(
     """Start to publish progress and to observe it; if that fails, the job runs without hang detection."""
     settings = {
         "straggler": StragglerConfig() if replay is None else replay.straggler,
-        "recovery": recovery.config if recovery.can_act else None,
-        "restarts": recovery.plan.restarts,
+        "recovery": recovery.config,
+        "plan": recovery.plan,
+        "plan_folders": tuple(map(str, recovery.plan_folders)),
+        "directory": str(Path.cwd()),
     }
     try:
         monitor = start_monitor(base.job, config, base.communicators, **settings)

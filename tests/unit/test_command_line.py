@@ -151,6 +151,7 @@ WRONG: dict[str, dict[str, tuple[str, str]]] = {
         "--max-ranks": ("--max-ranks 1 --cells hang", "none of these cells can run here"),
     },
     "campaign ablation": CAMPAIGN,
+    "campaign recovery": CAMPAIGN,
     "campaign table": {"REPORTS": ("{file}", "{file} is not the --output of a campaign")},
     "checkpoint list": CHECKPOINT,
     "checkpoint verify": CHECKPOINT,

@@ -51,6 +51,8 @@ def decide(
 def _hang(incident: Incident, _: RecoveryConfig) -> Decision:
     if incident.action is Action.REPLACE:
         return _decision(incident, Action.REPLACE, Failure.MACHINES_GONE, "cannot be reached")
+    if incident.scope is Scope.JOB and incident.records[0].surface == "process":
+        return _decision(incident, Action.INSPECT, Failure.OTHER, "all trainers ended at the same time")
     # A named rank is late, whatever the reason. If ranks communicate different things, it is not always clear
     # which one is wrong, but a restart helps in any case.
     if incident.scope in (Scope.RANK, Scope.MACHINE) or incident.action is Action.RESTART:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchscout.config import ObserverConfig, RecoveryConfig, StragglerConfig
-from torchscout.decision.record import Decision, from_json
+from torchscout.decision.restart_plan import RestartPlan
 
 if TYPE_CHECKING:
     from torchscout.mesh import Mesh
@@ -48,9 +48,13 @@ class ObserverSpec:
     mesh: Mapping[str, Any] | None = None
     """The result of ``describe_mesh``; required for a rank that may host a hub."""
     recovery: RecoveryConfig | None = None
-    """If it may end the trainer when the job must restart; None if it must not."""
-    restarts: tuple[Decision, ...] = ()
-    """The decisions that restarted this job so far."""
+    """How it decides in place of a trainer that cannot; None if it must not."""
+    plan: RestartPlan = field(default_factory=RestartPlan.first)
+    """The restart plan that the job began with."""
+    plan_folders: tuple[str, ...] = ()
+    """Where restart plans are written; if there are none, nothing is carried out."""
+    directory: str = "/"
+    """The trainer's current folder."""
     is_restarted: bool = False
     """Whether it replaces an observer that has ended, so that the others must first find its hub again."""
 
@@ -68,16 +72,17 @@ class ObserverSpec:
         return Path(self.run_dir) / "observers" / f"rank-{self.rank}.log"
 
     def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "restarts": [each.to_json() for each in self.restarts]}
+        return {**asdict(self), "plan": self.plan.to_json()}
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> ObserverSpec:
-        recovery, restarts = document["recovery"], map(from_json, document["restarts"])
+        recovery = document["recovery"]
         converted = {
             "config": ObserverConfig(**document["config"]),
             "straggler": StragglerConfig(**document["straggler"]),
             "recovery": None if recovery is None else RecoveryConfig(**recovery),
-            "restarts": tuple(each for each in restarts if isinstance(each, Decision)),
+            "plan": RestartPlan.from_json(document["plan"]),
+            "plan_folders": tuple(map(str, document["plan_folders"])),
         }
         return cls(**{**document, **converted})
 

@@ -152,7 +152,8 @@ class Ending(Enum):
     ASKED = "asked"
     """By SIGTERM, SIGINT or SIGHUP: usually the whole job is being ended."""
     FAILED = "failed"
-    """In any other way, or in an unknown one."""
+    """In any other way, or in an unknown one; also while an exception ends the interpreter, which may take
+    long: checkpoints are written first."""
 
 
 @dataclass(slots=True)
@@ -208,6 +209,9 @@ class TrainerView:
             if self._wait_status is None and self._was_terminated():
                 self.ending = Ending.ASKED
             self._gone_since = None if self.ending is Ending.FINISHED else now
+        if self.reader.is_failing:  # a launcher may end it meanwhile, which is not why it ends
+            self.ending = Ending.FAILED
+            self._gone_since = now if self._gone_since is None else self._gone_since
 
     @property
     def _was_killed(self) -> bool:
@@ -217,6 +221,7 @@ class TrainerView:
         """Return the ending in the words of the run directory."""
         if ending is Ending.FAILED:
             exited = self._wait_status is not None and not self._wait_status & 0x7F
+            exited |= self.reader.is_failing
             return "failed" if exited else "killed"
         return "interrupted" if ending is Ending.ASKED else "finished"
 
