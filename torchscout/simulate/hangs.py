@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from torchscout.decision.hang.evidence import Ints
+from torchscout.decision.hang.table import Ints
 from torchscout.decision.progress import Process
 from torchscout.decision.record import Incident
 from torchscout.observer.hub import Round

@@ -6,7 +6,7 @@ import functools
 import hashlib
 from dataclasses import replace
 
-from torchscout.decision.hang.evidence import NOTHING
+from torchscout.decision.hang.table import NOTHING
 from torchscout.decision.progress import IssuedOp, Phase, Process, Progress, RankStatus
 from torchscout.observer.post import Post
 from torchscout.observer.post_writer import post_of
