@@ -44,6 +44,7 @@ from torchscout.observer.protocol import (
     listen_limited,
 )
 from torchscout.observer.reported_incidents import Finding, ReportedIncidents
+from torchscout.utils.packed_lists import pack
 
 __all__ = ["Compare", "Conclude", "Hub", "Round"]
 
@@ -57,6 +58,8 @@ _TOO_FEW = (
     "the observer of this rank was elected as hub, but only {} of {} observers have found it; it localizes "
     "hangs once more than half of them have"
 )
+_NEWS_BYTES = 64 << 20
+"""What an incident may have in all messages to observers; those of a larger job get the deciding record."""
 _FLUSH_SECONDS = 0.5
 """Time for the last messages to pass the listener, once the socket is closed."""
 
@@ -327,7 +330,9 @@ class Hub:
     def _publish(self, item: Incident | Resolved) -> None:
         """Record it, and send it to every observer: its trainer may not share this run directory."""
         self._record(item)
-        message = encode("news", item=item.to_json())
+        message = _news(item)
+        if isinstance(item, Incident) and len(message) * self._size > _NEWS_BYTES:
+            message = _news(replace(item, records=item.records[:1]))
         for rank in range(self._size):
             self._deliver(rank, message)
 
@@ -351,6 +356,10 @@ class Hub:
             return False
         self.tally.sent += 1
         return True
+
+
+def _news(item: Incident | Resolved) -> bytes:
+    return encode("news", item=pack(item.to_json()))
 
 
 def _report_of(rank: int, message: Message, shared: Shared, size: int) -> RankReport:

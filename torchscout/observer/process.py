@@ -37,6 +37,7 @@ from torchscout.observer.round_client import RoundClient
 from torchscout.observer.silence import threshold
 from torchscout.observer.spec import ObserverSpec, mesh_from
 from torchscout.observer.trainer import Ending, TrainerView
+from torchscout.utils.packed_lists import unpack
 
 if TYPE_CHECKING:
     from torchscout.decision.record import Recordable
@@ -110,7 +111,7 @@ class ObserverProcess:
     def _handle(self, client: Client, rounds: RoundClient, hub: int, message: Message) -> None:
         try:
             if message["kind"] == "news":
-                item = from_json(message["item"])
+                item = from_json(unpack(message["item"]))
                 self._tell_trainer(item)
                 self._plan_end(item)
             else:
