@@ -63,6 +63,10 @@ _TOO_FEW = (
 )
 _NEWS_BYTES = 64 << 20
 """What an incident may have in all messages to observers; those of a larger job get the deciding record."""
+_DEADLINES, _REPORT_SECONDS = 4, 0.002
+"""The longest time for a round, in ``round_deadline_seconds`` and for each observer."""
+_MESSAGES = 256
+"""Messages that are handled at the same time; then the clock is read again."""
 _FLUSH_SECONDS = 0.5
 """Time for the last messages to pass the listener, once the socket is closed."""
 
@@ -87,6 +91,10 @@ class Round:
     awaited: set[int] = field(default_factory=set)
     posts: dict[int, Post] = field(default_factory=dict)
     stacks: dict[int, Stack] = field(default_factory=dict)
+    patience: float = 0.0
+    """How long to wait for the next answer."""
+    latest: float = math.inf
+    """When it ends, however many answers still arrive."""
 
     def add(self, rank: int, post: Post) -> None:
         if rank in self.awaited and not self.takes_stacks:
@@ -99,6 +107,11 @@ class Round:
         if rank in self.awaited and self.takes_stacks:
             self.awaited.discard(rank)
             self.stacks[rank] = stack
+
+    def answered(self, now: float) -> None:
+        """Wait a while longer: if one observer answers late, so do others, on a busy machine or in a large
+        job. Observers that are gone cost no more than that."""
+        self.deadline = max(self.deadline, min(now + self.patience, self.latest))
 
     def is_over(self, now: float) -> bool:
         return not self.awaited or now >= self.deadline
@@ -171,7 +184,9 @@ class Hub:
     def tick(self, now: float) -> None:
         """Handle the messages that have arrived, and conclude a round that is over."""
         self._since = now if self._since is None else self._since
-        while self.socket.poll(0, zmq.POLLIN):
+        for _ in range(_MESSAGES):
+            if not self.socket.poll(0, zmq.POLLIN):
+                break
             identity, *frames = self.socket.recv_multipart(zmq.NOBLOCK)
             message = decode(b"".join(frames), self.tally)
             if message is not None:
@@ -211,6 +226,7 @@ class Hub:
             case "stack":
                 stack = Stack(str(message["stack"])[:MAX_STACK], message["waiting"])
                 self._round_of(message["round"]).add_stack(rank, stack)
+                self._round_of(message["round"]).answered(now)
             case "declined":
                 self._round = None if self._round is self._round_of(message["round"]) else self._round
             case "moved":
@@ -223,6 +239,7 @@ class Hub:
             raise ValueError(f"rank {rank} reports for rank {post.header.rank}")
         if post.kind == "report":
             self._round_of(post.header.round).add(rank, post)
+            self._round_of(post.header.round).answered(now)
             return
         self._left[rank] = post, now
         if self._round is not None:
@@ -240,7 +257,7 @@ class Hub:
             return
         if self._is_gathering(now):
             return  # without an answer the observer asks the standby
-        self._send(rank, "accepted")
+        self._send(rank, "accepted", seconds=self._round_seconds)
         if self._round is not None and not self._round.is_survey:
             self._round.insistent |= insistent
             return
@@ -280,13 +297,19 @@ class Hub:
 
     def _ask_all(self, now: float, *, insistent: bool = False, survey: bool = False) -> Round:
         self._rounds += 1
-        deadline = now + self.config.round_deadline_seconds
-        started = Round(self._rounds, deadline, insistent, survey)
+        patience = self.config.round_deadline_seconds
+        started = Round(self._rounds, now + patience, insistent, survey, patience=patience)
+        started.latest = now + self._round_seconds
         kind = "sample" if survey else "ask"
-        for rank in range(self._size):
-            if rank not in self._left and self._send(rank, kind, round=started.number):
-                started.awaited.add(rank)
+        message = encode(kind, round=started.number, seconds=self._round_seconds)
+        left = self.left
+        started.awaited = {r for r in range(self._size) if r not in left and self._deliver(r, message)}
         return started
+
+    @property
+    def _round_seconds(self) -> float:
+        """The longest time for a round: it grows with the number of reports to read."""
+        return _DEADLINES * self.config.round_deadline_seconds + _REPORT_SECONDS * self._size
 
     def _advance_round(self, now: float) -> None:
         current = self._round
@@ -304,7 +327,8 @@ class Hub:
 
     def _ask_for_stacks(self, current: Round, now: float) -> None:
         current.takes_stacks = True
-        current.deadline = now + self.config.stack_seconds + _TRANSIT_SECONDS
+        current.patience = self.config.stack_seconds + _TRANSIT_SECONDS
+        current.deadline = now + current.patience
         still = [rank for rank, each in current.posts.items() if each.is_still and rank not in self._left]
         characters = min(MAX_STACK, max(_MIN_STACK, _STACK_BYTES // max(1, len(still))))
         message = encode("show", round=current.number, characters=characters)
