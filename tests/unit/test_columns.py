@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Mapping
 
 import numpy as np
 import pytest
 
-from tests.support.stuck_job import StuckJob, found, others, replicas
+from tests.support.stuck_job import StuckJob, found, replicas
 from tests.unit.test_hangs_of_whole_jobs import SHAPES, job_with_programs
 from torchscout.decision.hang.evidence import NOTHING, HangEvidence, Members, Rows, StatusColumns, coded
 from torchscout.decision.hang.wait_graph import WaitGraph
-from torchscout.decision.progress import CommGroup, Phase, Process, RankStatus, Shared
+from torchscout.decision.progress import CommGroup, Phase, Process, RankStatus
 from torchscout.mesh import Mesh
-from torchscout.observer.protocol import RankReport
 
 SEEDS = range(40)
 
@@ -230,23 +228,6 @@ def test_suspect_that_did_not_answer_is_shown_in_the_proof():
     job.absent.add(2)
     record = found(job).records[0]
     assert (record.peers, record.verdict.evidence) == ((0, 1, 2, 3), (4, 4, -1, 4))
-
-
-# What is read is kept once.
-
-
-def test_equal_reports_share_one_object_without_changing_the_diagnosis():
-    job = replicas(4)
-    job.issue("world", *others(2, count=4), sends=[1, 1, 1, 1], receives=[1, 1, 1, 1])
-    shared: Shared = {}
-    reports = [RankReport(standing, tuple(job.lines.values())) for standing in job.standings().values()]
-    sent = [json.loads(json.dumps(report.to_json())) for report in reports]
-    read = [RankReport.from_json(document, shared) for document in sent]
-    assert read == reports
-    assert len({id(report.lines[0]) for report in read}) == 1
-    assert len({id(report.status.progress.recent[0]) for report in read}) == 1
-    alone = [RankReport.from_json(document) for document in sent]
-    assert len({id(report.lines[0]) for report in alone}) == 4
 
 
 # The parts.

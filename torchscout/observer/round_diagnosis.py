@@ -17,7 +17,7 @@ from torchscout.decision.progress import Phase, Process, RankStatus
 from torchscout.decision.record import Action, EvidenceRecord, Incident, Manifestation, Scope
 from torchscout.decision.straggler.diagnosis import PhaseDiagnosis
 from torchscout.mesh import Mesh
-from torchscout.observer.protocol import RankReport
+from torchscout.observer.rank_report import RankReport
 from torchscout.observer.reported_incidents import after_timeout
 from torchscout.utils.text import listed, named, sentences
 
