@@ -1,11 +1,11 @@
 """How many bytes a job's run directory takes in a day, and how long ``scout report`` reads a large one.
 
-    python benchmarks/records_scale.py [--real N] [--ranks N] [--layers N] [--json] [--output FILE]
+    python benchmarks/records_scale.py [--real N] [--ranks N] [--json] [--output FILE]
 
-``--real`` ranks train a small model on this machine with a check at every step; what a line for each file takes
-is measured there. The rest is counting, for a healthy job of ``--ranks``: checks come every ``CHECK_SECONDS``,
-each replays one layer and compares what it compares in the small model, and the counts are written as often as
-``SummaryRecorder`` writes them. A growing number of peers makes lines longer by their ranks.
+``--real`` ranks train a small model on this machine with a check at every step; what a line of each file
+takes is measured there. The rest is counting, for a healthy job of ``--ranks``: checks come every
+``CHECK_SECONDS``, each replays one layer and compares what it compares in the small model, and the counts are
+written as often as ``SummaryRecorder`` writes them. A growing number of peers makes lines longer.
 
 The run directory that the report reads is written by ``tests.support.large_run``.
 """
@@ -104,7 +104,9 @@ def measure(ranks: int) -> dict[str, Any]:
             "lines": Counter(each["kind"] for each in records),
             "surfaces": len(keys),
             "surfaces_of_a_layer": round(len(keys) / max(1, len(layers))),
-            "bytes_of_a_surface": round(sum(len(json.dumps(each)) for each in surfaces) / max(1, len(surfaces))),
+            "bytes_of_a_surface": round(
+                sum(len(json.dumps(each)) for each in surfaces) / max(1, len(surfaces))
+            ),
             "trust_bytes_of_a_check": round(sizes.get("history.jsonl", 0) / STEPS),
             "entry_bytes": round(sizes["ranks"] / ranks),
         }

@@ -65,6 +65,8 @@ _NEWS_BYTES = 64 << 20
 """What an incident may have in all messages to observers; those of a larger job get the deciding record."""
 _DEADLINES, _REPORT_SECONDS = 4, 0.002
 """The longest time for a round, in ``round_deadline_seconds`` and for each observer."""
+_MOST_AT_ONCE = 1024
+"""Connections that have not authenticated, in a large job."""
 _MESSAGES = 256
 """Messages that are handled at the same time; then the clock is read again."""
 _FLUSH_SECONDS = 0.5
@@ -139,6 +141,9 @@ class Hub:
         self.tally = Tally()
         port = config.port and config.port + place
         self.socket, self._listener = listen_limited(context, token, config.address, port)
+        # All observers of a job connect at the same time, and on a busy machine a handshake takes a while.
+        at_once = min(max(size, self._listener.limits.connections), _MOST_AT_ONCE)
+        self._listener.limits = replace(self._listener.limits, connections=at_once)
         self.port = self._listener.port
         self.is_elected = place >= HUBS_AT_FIRST
         self.is_open = False

@@ -116,7 +116,8 @@ class Listener:
         with a ticket and the connection that it came with; returns whether it takes the connection over.
         Raises ``OSError`` if the address is not available.
         """
-        self._inner, self._limits, self._admit = inner, limits, admit
+        self.limits = limits
+        self._inner, self._admit = inner, admit
         self._connections: set[_Connection] = set()
         self._unauthenticated: dict[_Connection, None] = {}
         """Oldest first."""
@@ -189,7 +190,7 @@ class Listener:
         limit."""
         now, moments = time.monotonic(), []
         if self._unauthenticated:
-            moments.append(next(iter(self._unauthenticated)).since + self._limits.seconds)
+            moments.append(next(iter(self._unauthenticated)).since + self.limits.seconds)
         if not self._listens:
             moments.append(self._paused_until)
         if self._ends_at is not None:
@@ -198,7 +199,7 @@ class Listener:
 
     def _close_overdue(self, now: float) -> None:
         for connection in list(self._unauthenticated):
-            if now - connection.since < self._limits.seconds:
+            if now - connection.since < self.limits.seconds:
                 break
             self._end(connection)
         if not self._listens and now >= self._paused_until and self._ends_at is None:
@@ -207,9 +208,9 @@ class Listener:
 
     def _accept(self) -> None:
         now = time.monotonic()
-        if len(self._unauthenticated) >= self._limits.connections:
+        if len(self._unauthenticated) >= self.limits.connections:
             oldest = next(iter(self._unauthenticated))
-            if (free := oldest.since + self._limits.grace_seconds) > now:
+            if (free := oldest.since + self.limits.grace_seconds) > now:
                 self._pause(free)
                 return
             self._end(oldest)
@@ -306,7 +307,7 @@ class Listener:
             return
         if here is connection.outer:
             connection.received += size
-            if connection.received > self._limits.received_bytes:
+            if connection.received > self.limits.received_bytes:
                 raise OSError(errno.EMSGSIZE, "more than a handshake needs")
             return
         connection.sent += size
