@@ -202,6 +202,34 @@ def test_a_rank_that_does_not_report_is_absent_after_the_deadline(board: Board):
     assert sorted(board.rounds[0][0]) == [0, 1]
 
 
+def test_a_round_goes_on_while_reports_arrive_late(board: Board):
+    seconds = CONFIG.round_deadline_seconds
+    board.join(0, 1, 2)
+    board.clients[0].send(0, "announce", insistent=False)
+    board.report_all(0)
+    board.until(lambda: board.hub.tally.received == 2)
+    board.now = 0.9 * seconds
+    board.report_all(1)
+    board.until(lambda: board.hub.tally.received == 3)
+    board.now = 1.8 * seconds
+    board.turn()
+    assert board.rounds == [], "rank 1 answered 0.9 deadlines ago"
+    board.now = 1.9 * seconds
+    board.turn()
+    assert sorted(board.rounds[0][0]) == [0, 1]
+
+
+def test_a_round_ends_however_late_reports_arrive(board: Board):
+    board.join(0, 1, 2)
+    board.clients[0].send(0, "announce", insistent=False)
+    board.until(lambda: "ask" in board.kinds(0))
+    asked = board.inbox[0][board.kinds(0).index("ask")]
+    board.now = asked["seconds"] - 0.01
+    board.report_all(0)
+    board.until(lambda: board.rounds or board.hub.tally.received == 2)
+    assert board.hub.deadline is None or board.hub.deadline <= asked["seconds"]
+
+
 def test_only_still_ranks_are_asked_for_stacks_and_after_all_reports(board: Board):
     board.join(0, 1, 2)
     board.clients[0].send(0, "announce", insistent=False)
@@ -422,7 +450,8 @@ def test_a_client_that_reconnects_replaces_its_lost_connection(board: Board):
     board.until(lambda: again.poll(0))
     while again.poll(0):
         last = again.recv()
-    assert json.loads(last) == {"kind": "ask", "round": 1}
+    asked = json.loads(last)
+    assert (asked["kind"], asked["round"]) == ("ask", 1)
     again.close()
 
 

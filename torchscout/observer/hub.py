@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import zmq
@@ -46,6 +46,7 @@ from torchscout.observer.protocol import (
 from torchscout.observer.rank_report import RankReport
 from torchscout.observer.reported_incidents import Finding, ReportedIncidents
 from torchscout.observer.round_reports import Reports, Stack
+from torchscout.utils.packed_lists import pack
 
 __all__ = ["Compare", "Conclude", "Hub", "Round"]
 
@@ -60,6 +61,14 @@ _TOO_FEW = (
     "the observer of this rank was elected as hub, but only {} of {} observers have found it; it localizes "
     "hangs once more than half of them have"
 )
+_NEWS_BYTES = 64 << 20
+"""What an incident may have in all messages to observers; those of a larger job get the deciding record."""
+_DEADLINES, _REPORT_SECONDS = 4, 0.002
+"""The longest time for a round, in ``round_deadline_seconds`` and for each observer."""
+_MOST_AT_ONCE = 1024
+"""Connections that have not authenticated, in a large job."""
+_MESSAGES = 256
+"""Messages that are handled at the same time; then the clock is read again."""
 _FLUSH_SECONDS = 0.5
 """Time for the last messages to pass the listener, once the socket is closed."""
 
@@ -84,6 +93,10 @@ class Round:
     awaited: set[int] = field(default_factory=set)
     posts: dict[int, Post] = field(default_factory=dict)
     stacks: dict[int, Stack] = field(default_factory=dict)
+    patience: float = 0.0
+    """How long to wait for the next answer."""
+    latest: float = math.inf
+    """When it ends, however many answers still arrive."""
 
     def add(self, rank: int, post: Post) -> None:
         if rank in self.awaited and not self.takes_stacks:
@@ -96,6 +109,11 @@ class Round:
         if rank in self.awaited and self.takes_stacks:
             self.awaited.discard(rank)
             self.stacks[rank] = stack
+
+    def answered(self, now: float) -> None:
+        """Wait a while longer: if one observer answers late, so do others, on a busy machine or in a large
+        job. Observers that are gone cost no more than that."""
+        self.deadline = max(self.deadline, min(now + self.patience, self.latest))
 
     def is_over(self, now: float) -> bool:
         return not self.awaited or now >= self.deadline
@@ -123,6 +141,9 @@ class Hub:
         self.tally = Tally()
         port = config.port and config.port + place
         self.socket, self._listener = listen_limited(context, token, config.address, port)
+        # All observers of a job connect at the same time, and on a busy machine a handshake takes a while.
+        at_once = min(max(size, self._listener.limits.connections), _MOST_AT_ONCE)
+        self._listener.limits = replace(self._listener.limits, connections=at_once)
         self.port = self._listener.port
         self.is_elected = place >= HUBS_AT_FIRST
         self.is_open = False
@@ -168,7 +189,9 @@ class Hub:
     def tick(self, now: float) -> None:
         """Handle the messages that have arrived, and conclude a round that is over."""
         self._since = now if self._since is None else self._since
-        while self.socket.poll(0, zmq.POLLIN):
+        for _ in range(_MESSAGES):
+            if not self.socket.poll(0, zmq.POLLIN):
+                break
             identity, *frames = self.socket.recv_multipart(zmq.NOBLOCK)
             message = decode(b"".join(frames), self.tally)
             if message is not None:
@@ -208,6 +231,7 @@ class Hub:
             case "stack":
                 stack = Stack(str(message["stack"])[:MAX_STACK], message["waiting"])
                 self._round_of(message["round"]).add_stack(rank, stack)
+                self._round_of(message["round"]).answered(now)
             case "declined":
                 self._round = None if self._round is self._round_of(message["round"]) else self._round
             case "moved":
@@ -220,6 +244,7 @@ class Hub:
             raise ValueError(f"rank {rank} reports for rank {post.header.rank}")
         if post.kind == "report":
             self._round_of(post.header.round).add(rank, post)
+            self._round_of(post.header.round).answered(now)
             return
         self._left[rank] = post, now
         if self._round is not None:
@@ -237,7 +262,7 @@ class Hub:
             return
         if self._is_gathering(now):
             return  # without an answer the observer asks the standby
-        self._send(rank, "accepted")
+        self._send(rank, "accepted", seconds=self._round_seconds)
         if self._round is not None and not self._round.is_survey:
             self._round.insistent |= insistent
             return
@@ -277,13 +302,19 @@ class Hub:
 
     def _ask_all(self, now: float, *, insistent: bool = False, survey: bool = False) -> Round:
         self._rounds += 1
-        deadline = now + self.config.round_deadline_seconds
-        started = Round(self._rounds, deadline, insistent, survey)
+        patience = self.config.round_deadline_seconds
+        started = Round(self._rounds, now + patience, insistent, survey, patience=patience)
+        started.latest = now + self._round_seconds
         kind = "sample" if survey else "ask"
-        for rank in range(self._size):
-            if rank not in self._left and self._send(rank, kind, round=started.number):
-                started.awaited.add(rank)
+        message = encode(kind, round=started.number, seconds=self._round_seconds)
+        left = self.left
+        started.awaited = {r for r in range(self._size) if r not in left and self._deliver(r, message)}
         return started
+
+    @property
+    def _round_seconds(self) -> float:
+        """The longest time for a round: it grows with the number of reports to read."""
+        return _DEADLINES * self.config.round_deadline_seconds + _REPORT_SECONDS * self._size
 
     def _advance_round(self, now: float) -> None:
         current = self._round
@@ -301,7 +332,8 @@ class Hub:
 
     def _ask_for_stacks(self, current: Round, now: float) -> None:
         current.takes_stacks = True
-        current.deadline = now + self.config.stack_seconds + _TRANSIT_SECONDS
+        current.patience = self.config.stack_seconds + _TRANSIT_SECONDS
+        current.deadline = now + current.patience
         still = [rank for rank, each in current.posts.items() if each.is_still and rank not in self._left]
         characters = min(MAX_STACK, max(_MIN_STACK, _STACK_BYTES // max(1, len(still))))
         message = encode("show", round=current.number, characters=characters)
@@ -332,7 +364,9 @@ class Hub:
     def _publish(self, item: Incident | Resolved) -> None:
         """Record it, and send it to every observer: its trainer may not share this run directory."""
         self._record(item)
-        message = encode("news", item=item.to_json())
+        message = _news(item)
+        if isinstance(item, Incident) and len(message) * self._size > _NEWS_BYTES:
+            message = _news(replace(item, records=item.records[:1]))
         for rank in range(self._size):
             self._deliver(rank, message)
 
@@ -356,3 +390,7 @@ class Hub:
             return False
         self.tally.sent += 1
         return True
+
+
+def _news(item: Incident | Resolved) -> bytes:
+    return encode("news", item=pack(item.to_json()))

@@ -38,6 +38,7 @@ from torchscout.observer.round_client import RoundClient
 from torchscout.observer.silence import threshold
 from torchscout.observer.spec import ObserverSpec, mesh_from
 from torchscout.observer.trainer import Ending, TrainerView
+from torchscout.utils.packed_lists import unpack
 
 if TYPE_CHECKING:
     from torchscout.decision.record import Recordable
@@ -114,7 +115,7 @@ class ObserverProcess:
     def _handle(self, client: Client, rounds: RoundClient, hub: int, message: Message) -> None:
         try:
             if message["kind"] == "news":
-                item = from_json(message["item"])
+                item = from_json(unpack(message["item"]))
                 self._tell_trainer(item)
                 if self._late.must_end(item):  # it may be stopped, so that its threads cannot run
                     self._end_trainer_at = time.monotonic() + _ENDING_SECONDS

@@ -34,6 +34,8 @@ __all__ = ["Election", "RoundClient"]
 
 _CONCLUDING_SECONDS = 2.0
 """How long a hub may take to conclude after the deadline of the reports."""
+_LONGEST_SECONDS = 600.0
+"""How long an observer waits for a round at most, whatever its hub says."""
 _LINGER_SECONDS = 1.0
 """How long an observer stays after the verdict on its trainer's death: other hubs may be asking."""
 
@@ -168,13 +170,13 @@ class RoundClient:
         """Handle a message from a hub; raises one of ``MISTAKES`` if it is malformed."""
         kind, number = message["kind"], message.get("round")
         if kind == "accepted":
-            self._extend_wait(hub, now)
+            self._extend_wait(hub, message, now)
         elif kind == "sample":
             self._send_report(hub, number, now)
             self._survey_hub = hub
             self.surveys.held(self.trainer.phase_seconds(), now)
         elif kind == "ask":
-            self._answer(hub, number, now)
+            self._answer(hub, message, now)
         elif kind == "show":
             self._show(hub, number, int(message["characters"]))
         elif kind == "outcome":
@@ -275,18 +277,20 @@ class RoundClient:
             self._client.send(hub, "moved", is_reporter=hub == reporter, **fields)
         self._named = None
 
-    def _extend_wait(self, hub: int, now: float) -> None:
+    def _extend_wait(self, hub: int, message: Message, now: float) -> None:
+        """Wait for as long as the hub says that its round may take."""
         self.election.answered(hub)
         if self._announcement is not None and self._announcement.hub == hub:
-            seconds = self.silence.config.round_deadline_seconds + _CONCLUDING_SECONDS
-            self._announcement.until = now + seconds
+            seconds = max(float(message.get("seconds", 0)), self.silence.config.round_deadline_seconds)
+            self._announcement.until = now + min(seconds, _LONGEST_SECONDS) + _CONCLUDING_SECONDS
 
-    def _answer(self, hub: int, number: Any, now: float) -> None:
+    def _answer(self, hub: int, message: Message, now: float) -> None:
+        number = message["round"]
         if max(self._hub_in_charge or 0, self.election.in_office) > hub:
             # It did not answer and was passed over. Now it is back, with an old announcement.
             self._client.send(hub, "declined", round=number)
             return
-        self._extend_wait(hub, now)
+        self._extend_wait(hub, message, now)
         self.trainer.look(now)
         self._send_report(hub, number, now)
         progress = self.trainer.progress

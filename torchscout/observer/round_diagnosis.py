@@ -57,6 +57,8 @@ def conclude(reports: Mapping[int, RankReport], mesh: Mesh, *, insistent: bool =
         incident = _departure(posted, lost or gone, mesh)
     if incident is None or _is_excused(incident, posted):
         return None
+    if incident.action is Action.REPLACE and 2 * len(posted) < len(mesh):
+        incident = _undecided(incident, posted, mesh)
     return replace(incident, records=(*incident.records, *_shown(posted, incident)))
 
 
@@ -127,6 +129,25 @@ def _lost_machines(reports: Reports, mesh: Mesh) -> list[int]:
     """Return the ranks of machines from which nobody reported: trainers elsewhere ended because of that."""
     reporting = {mesh.host_of(rank) for rank in reports} | {None}
     return [rank for rank in range(len(mesh)) if rank not in reports and mesh.host_of(rank) not in reporting]
+
+
+def _undecided(incident: Incident, reports: Reports, mesh: Mesh) -> Incident:
+    """Return the incident without a name: a minority cannot tell whether the others are gone, or whether it
+    is itself cut off from them."""
+    deciding = incident.records[0]
+    evidence = () if deciding.verdict is None else deciding.verdict.evidence
+    verdict = Verdict(Status.INCONCLUSIVE, (), evidence)
+    everybody = tuple(range(len(mesh)))
+    answered = f"only {len(reports)} of {len(mesh)} ranks answered"
+    return replace(
+        incident,
+        scope=Scope.JOB,
+        ranks=everybody,
+        hosts=mesh.hosts_of(everybody),
+        records=(replace(deciding, verdict=verdict, reason=None), *incident.records[1:]),
+        action=Action.INSPECT,
+        sentence=sentences(answered, "the others are gone, or these are cut off from them"),
+    )
 
 
 def _departure(reports: Reports, gone: Sequence[int], mesh: Mesh) -> Incident:

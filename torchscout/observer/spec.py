@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, astuple, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -72,7 +72,9 @@ class ObserverSpec:
         return Path(self.run_dir) / "observers" / f"rank-{self.rank}.log"
 
     def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "plan": self.plan.to_json()}
+        # Without the mesh, which ``asdict`` would copy number by number.
+        plain = asdict(replace(self, hub=None, mesh=None, plan=RestartPlan.first()))
+        return {**plain, "hub": self.hub, "mesh": self.mesh, "plan": self.plan.to_json()}
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> ObserverSpec:
@@ -106,18 +108,21 @@ def hub_ranks(hosts: Sequence[str | None]) -> tuple[int, ...]:
 
 def describe_mesh(mesh: Mesh) -> dict[str, Any]:
     """Return a mesh as plain JSON; ``mesh_from`` reads it."""
-    ranks = range(len(mesh))
-    hosts = [mesh.host_of(rank) for rank in ranks]
+    hosts = [mesh.host_of(rank) for rank in range(len(mesh))]
     return {
-        "dense": [astuple(mesh.address_of(rank, "dense")) for rank in ranks],
-        "expert": [astuple(mesh.address_of(rank, "expert")) for rank in ranks],
+        "dense": mesh.rows("dense"),
+        "expert": mesh.rows("expert"),
         "hosts": None if None in hosts else hosts,
     }
 
 
 def mesh_from(document: Mapping[str, Any]) -> Mesh:
     # Imported here because it brings numpy, and most observers never need a mesh.
-    from torchscout.mesh import Mesh, MeshAddress
+    import numpy as np
 
-    dense, expert = ([MeshAddress(*row) for row in document[table]] for table in ("dense", "expert"))
+    from torchscout.mesh import AXES, Mesh
+
+    dense, expert = (
+        np.array(document[table], dtype=np.int64).reshape(-1, len(AXES)) for table in ("dense", "expert")
+    )
     return Mesh(dense, document["hosts"], expert_addresses=expert)

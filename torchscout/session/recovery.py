@@ -77,7 +77,9 @@ class Recovery:
             plan = plan if folder is None else RestartPlan.read(Path(folder))
         except RestartPlanError as error:
             log.warning("%s; it is ignored", error)
-        plans = [RestartPlan.from_json(each) for each in communicators.exchange(plan.to_json())]
+        # Equal documents are one object, so that most plans are read once.
+        found = {id(each): each for each in communicators.exchange(plan.to_json())}
+        plans = [RestartPlan.from_json(each) for each in found.values()]
         plan = max(plans, key=lambda each: (each.is_stopped, len(each.restarts)))
         if plan.is_stopped:
             raise ScoutError(
