@@ -20,7 +20,7 @@ from torchscout.report.screen import watch_screen
 __all__ = ["Window", "show"]
 
 _POLL_SECONDS = 1.0
-_KEYS = {
+_KEYS: dict[str, int | str] = {
     "j": 1, "\x1b[B": 1, "\x1bOB": 1, "k": -1, "\x1b[A": -1, "\x1bOA": -1,
     " ": "page", "\x1b[6~": "page", "b": "-page", "\x1b[5~": "-page",
     "g": "first", "\x1b[H": "first", "\x1b[1~": "first", "G": "last", "\x1b[F": "last", "\x1b[4~": "last",
