@@ -21,7 +21,6 @@ from torchscout.checkpoint.gate_state import CheckpointGate
 from torchscout.checkpoint.generation import Generation, TrustLevel
 from torchscout.checkpoint.storage.owner import Owner, refusal
 from torchscout.checkpoint.storage.shard_format import Blob, ShardIdentity, decode, encode
-from torchscout.cli.status import standing
 from torchscout.config import ObserverConfig, ReplayConfig, StragglerConfig
 from torchscout.decision.progress import CommGroup, Phase
 from torchscout.decision.recorder import JsonlRecorder, read
@@ -30,6 +29,7 @@ from torchscout.observer import protocol
 from torchscout.observer.record.directory import End, RankEntry, read_ends, read_roster
 from torchscout.observer.record.reader import ProgressReader
 from torchscout.observer.record.writer import ProgressWriter
+from torchscout.report.standing import standing
 
 
 def test_lock_owners():

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
-from torchscout.utils.text import WIDEST, columns, listed, wrapped
+from torchscout.utils.tables import stacked, table
+from torchscout.utils.text import listed
 
 __all__ = ["page"]
 
@@ -25,13 +24,13 @@ def page(report: Mapping[str, Any]) -> str:
     parts += [f"  {reason}" for reason in report["reasons"]]
     if report["incidents"] or report["reasons"]:
         parts.append("")
-    parts += [_table(["machine", "ranks", "device", "found"], [*_machines(report)]), ""]
-    parts += [_table(["covered", "", "times"], [*_covered(report["coverage"])])]
+    parts += [table(["machine", "ranks", "device", "found"], [*_machines(report)]), ""]
+    parts += [table(["covered", "", "times"], [*_covered(report["coverage"])])]
     not_checked = report["coverage"]["not_checked"]
     parts += [f"Not checked: {name}: {why}" for name, why in [*not_checked.items()][:_MOST_REASONS]]
     if report["run_dir"] is not None:
         parts += ["", f"Evidence: {report['run_dir']}"]
-    return _stacked(parts)
+    return stacked(parts)
 
 
 def _headline(report: Mapping[str, Any]) -> str:
@@ -81,23 +80,3 @@ def _covered(coverage: Mapping[str, Any]) -> Iterator[list[str]]:
 
 def _counted(number: int, what: str) -> str:
     return f"{number} {what}" if number == 1 else f"{number} {what}s"
-
-
-def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    for head in heads:
-        made.add_column(head, overflow="fold")
-    for row in rows:
-        made.add_row(*map(Text, row))
-    return made
-
-
-def _stacked(parts: Sequence[Table | str]) -> str:
-    console = Console(width=columns() or WIDEST, highlight=False, markup=False, emoji=False)
-    with console.capture() as captured:
-        for part in parts:
-            if isinstance(part, Table):
-                console.print(part)
-            else:
-                console.out(wrapped(part, 2), highlight=False)
-    return "\n".join(line.rstrip() for line in captured.get().splitlines())

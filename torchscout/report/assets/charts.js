@@ -75,12 +75,13 @@ function stripsView(data) {
     return section("times", "Times", h("p", {}, "No times are recorded. Rounds without a slow rank are counted, and not kept, unless ReplayConfig(records=\"all\") is set."));
   }
   const place = h("div", {});
-  const slow = data.strips.filter((each) => each.slow.length > 0).length, first = Math.max(3, Math.min(6, slow));
+  const slow = data.strips.filter((each) => each.slow.length > 0).length, first = expanded.has("strips") ? data.strips.length : Math.max(3, Math.min(6, slow));
   data.strips.slice(0, first).forEach((each, index) => place.append(stripView(each, index)));
   if (data.strips.length > first) {
     // Anchors of strips that are not drawn yet must exist.
     const more = h("button", { type: "button", onclick: () => {
       more.remove();
+      expanded.add("strips");
       data.strips.slice(first).forEach((each, index) => document.getElementById("strip-" + (first + index)).replaceWith(stripView(each, first + index)));
     } }, "Show " + (data.strips.length - first) + " more");
     place.append(more, data.strips.slice(first).map((_, index) => h("span", { id: "strip-" + (first + index) }))[0]);
