@@ -9,7 +9,9 @@ import pytest
 from torchscout.decision.progress import CommGroup, IssuedOp, Phase, Process, Progress, RankStatus
 from torchscout.decision.record import Action, Scope
 from torchscout.mesh import Mesh
-from torchscout.observer.protocol import RankReport
+from torchscout.observer.post import Post
+from torchscout.observer.post_writer import post_of
+from torchscout.observer.rank_report import RankReport
 from torchscout.observer.round_diagnosis import conclude
 
 SIZE = 4
@@ -193,5 +195,6 @@ def test_a_pause_of_all_is_no_incident():
 
 
 def test_a_report_survives_serialization():
-    for each in (report(1, excused=True), report(2, moving=True), gone(3, 0.25)):
-        assert RankReport.from_json(each.to_json()) == each
+    sent = [report(1, excused=True, stack=""), report(2, moving=True, stack=""), gone(3, 0.25)]
+    for each in sent:
+        assert Post(post_of(each), SIZE).report() == each

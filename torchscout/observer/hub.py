@@ -24,26 +24,28 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import zmq
 
 from torchscout.config import ObserverConfig
-from torchscout.decision.progress import Shared
 from torchscout.decision.record import Incident, Resolved
+from torchscout.observer.post import Post
 from torchscout.observer.protocol import (
     HUBS_AT_FIRST,
     LIMIT,
+    MAX_STACK,
     MISTAKES,
     Message,
-    RankReport,
     Tally,
     decode,
     encode,
     listen_limited,
 )
+from torchscout.observer.rank_report import RankReport
 from torchscout.observer.reported_incidents import Finding, ReportedIncidents
+from torchscout.observer.round_reports import Reports, Stack
 
 __all__ = ["Compare", "Conclude", "Hub", "Round"]
 
@@ -51,8 +53,9 @@ _GATHERING_SECONDS = 10.0
 """How long observers may take to find a hub that was restarted."""
 _TRANSIT_SECONDS = 0.2
 """Time to request and send stacks, besides the time to take them."""
-_MAX_SHARED = 1 << 16
-"""Entries that the last reports may share; beyond that they are dropped, which only costs memory."""
+_STACK_BYTES = 64 << 20
+"""Room for the stacks of a round: those of a large job are cut more."""
+_MIN_STACK = 512
 _TOO_FEW = (
     "the observer of this rank was elected as hub, but only {} of {} observers have found it; it localizes "
     "hangs once more than half of them have"
@@ -79,22 +82,20 @@ class Round:
     is_survey: bool = False
     takes_stacks: bool = False
     awaited: set[int] = field(default_factory=set)
-    reports: dict[int, RankReport] = field(default_factory=dict)
-    shared: Shared = field(default_factory=dict)
-    """What its reports have in common."""
+    posts: dict[int, Post] = field(default_factory=dict)
+    stacks: dict[int, Stack] = field(default_factory=dict)
 
-    def add(self, rank: int, report: RankReport) -> None:
+    def add(self, rank: int, post: Post) -> None:
         if rank in self.awaited and not self.takes_stacks:
             self.awaited.discard(rank)
-            self.reports[rank] = report
+            self.posts[rank] = post
 
-    def add_stack(self, rank: int, stack: str, waiting: bool | None) -> None:
-        if waiting not in {True, False, None}:
-            raise ValueError(f"waiting is {waiting!r}")
+    def add_stack(self, rank: int, stack: Stack) -> None:
+        if stack.waiting not in {True, False, None}:
+            raise ValueError(f"waiting is {stack.waiting!r}")
         if rank in self.awaited and self.takes_stacks:
             self.awaited.discard(rank)
-            status = replace(self.reports[rank].status, stack=stack, waiting=waiting)
-            self.reports[rank] = replace(self.reports[rank], status=status)
+            self.stacks[rank] = stack
 
     def is_over(self, now: float) -> bool:
         return not self.awaited or now >= self.deadline
@@ -139,8 +140,8 @@ class Hub:
         self._has_majority = False
         self._since: float | None = None
         """Time of the first ``tick``."""
-        self._left: dict[int, tuple[RankReport, float]] = {}
-        self._shared: Shared = {}  # what those last reports have in common
+        self._left: dict[int, tuple[Post, float]] = {}
+        """Last posts, and when they came."""
         self._reported = ReportedIncidents()
         if not self.is_elected:
             self.open()
@@ -202,23 +203,31 @@ class Hub:
                 self._hold_round(rank, now, insistent=bool(message["insistent"]))
             case "survey":
                 self._hold_survey(now)
-            case "report":
-                current = self._round_of(message)
-                current.add(rank, _report_of(rank, message, current.shared, self._size))
+            case "post":
+                self._take(rank, Post(message["post"], self._size), now)
             case "stack":
-                self._round_of(message).add_stack(rank, str(message["stack"]), message["waiting"])
+                stack = Stack(str(message["stack"])[:MAX_STACK], message["waiting"])
+                self._round_of(message["round"]).add_stack(rank, stack)
             case "declined":
-                self._round = None if self._round is self._round_of(message) else self._round
-            case "leave":
-                self._note_departure(rank, _report_of(rank, message, self._shared, self._size), now)
+                self._round = None if self._round is self._round_of(message["round"]) else self._round
             case "moved":
                 self._resolve(rank, message)
             case kind:
                 raise ValueError(f"unknown kind {kind}")
 
-    def _round_of(self, message: Message) -> Round:
-        """Return the current round if the message belongs to it, or one that drops what is added."""
-        number, current = message["round"], self._round
+    def _take(self, rank: int, post: Post, now: float) -> None:
+        if post.header.rank != rank:
+            raise ValueError(f"rank {rank} reports for rank {post.header.rank}")
+        if post.kind == "report":
+            self._round_of(post.header.round).add(rank, post)
+            return
+        self._left[rank] = post, now
+        if self._round is not None:
+            self._round.add(rank, post)
+
+    def _round_of(self, number: int) -> Round:
+        """Return the current round if a message belongs to it, or one that drops what is added."""
+        current = self._round
         return current if current is not None and current.number == number else Round(number, 0.0)
 
     def _hold_round(self, rank: int, now: float, *, insistent: bool) -> None:
@@ -282,7 +291,7 @@ class Hub:
             return
         if current.is_survey:
             self._round = None
-            for incident in self._compare(current.reports):
+            for incident in self._compare(Reports(current.posts)):
                 self._publish(incident)
             return
         if not current.takes_stacks:
@@ -293,15 +302,18 @@ class Hub:
     def _ask_for_stacks(self, current: Round, now: float) -> None:
         current.takes_stacks = True
         current.deadline = now + self.config.stack_seconds + _TRANSIT_SECONDS
-        still = [rank for rank, each in current.reports.items() if each.is_still and rank not in self._left]
-        current.awaited = {rank for rank in still if self._send(rank, "show", round=current.number)}
+        still = [rank for rank, each in current.posts.items() if each.is_still and rank not in self._left]
+        characters = min(MAX_STACK, max(_MIN_STACK, _STACK_BYTES // max(1, len(still))))
+        message = encode("show", round=current.number, characters=characters)
+        current.awaited = {rank for rank in still if self._deliver(rank, message)}
 
     def _finish(self, finished: Round, now: float) -> None:
         self._round = None
         # Include the last reports of observers that have left, also during this round: a trainer that fails
         # is soon gone.
-        last = {rank: _aged(report, now - at) for rank, (report, at) in self._left.items()}
-        reports = last | finished.reports
+        last = {rank: post for rank, (post, _) in self._left.items()}
+        ages = {rank: now - at for rank, (_, at) in self._left.items() if rank not in finished.posts}
+        reports = Reports(last | finished.posts, finished.stacks, ages)
         incident = self._conclude(reports, finished.insistent)
         if incident is not None:
             incident = self._reported.traced(incident, reports)
@@ -316,13 +328,6 @@ class Hub:
         resolved = self._reported.moved(rank, float(message["seconds"]), named_by)
         if resolved is not None and message["is_reporter"]:
             self._publish(resolved)
-
-    def _note_departure(self, rank: int, report: RankReport, now: float) -> None:
-        if len(self._shared) > _MAX_SHARED:
-            self._shared = {}
-        self._left[rank] = report, now
-        if self._round is not None:
-            self._round.add(rank, report)
 
     def _publish(self, item: Incident | Resolved) -> None:
         """Record it, and send it to every observer: its trainer may not share this run directory."""
@@ -351,19 +356,3 @@ class Hub:
             return False
         self.tally.sent += 1
         return True
-
-
-def _report_of(rank: int, message: Message, shared: Shared, size: int) -> RankReport:
-    report = RankReport.from_json(message["report"], shared, size)
-    known = [each for each in (report.status.progress, report.stalled) if each is not None]
-    for reported in (report.status.rank, *(each.rank for each in known)):
-        if reported != rank:
-            raise ValueError(f"rank {rank} reports for rank {reported}")
-    return report
-
-
-def _aged(report: RankReport, seconds: float) -> RankReport:
-    """Return the report of an observer that left so many seconds ago as it would be now."""
-    if report.gone_seconds is None:
-        return report
-    return replace(report, gone_seconds=report.gone_seconds + seconds)

@@ -30,7 +30,8 @@ from torchscout.decision.record import EvidenceRecord, Incident, Manifestation, 
 from torchscout.decision.recorder import JsonlRecorder, line_of
 from torchscout.observer.hub import Hub
 from torchscout.observer.late_decision import LateDecision
-from torchscout.observer.protocol import HUBS_AT_FIRST, MISTAKES, Address, Client, Message, RankReport
+from torchscout.observer.protocol import HUBS_AT_FIRST, MISTAKES, Address, Client, Message
+from torchscout.observer.rank_report import RankReport
 from torchscout.observer.record.directory import End, news_of
 from torchscout.observer.reported_incidents import Finding
 from torchscout.observer.round_client import RoundClient

@@ -12,7 +12,7 @@ from typing import Any
 
 from torchscout.decision.progress import Process
 from torchscout.decision.record import Incident, Resolved
-from torchscout.observer.protocol import RankReport
+from torchscout.observer.rank_report import RankReport
 from torchscout.utils.text import named, sentences
 
 __all__ = ["Finding", "ReportedIncidents", "after_timeout"]

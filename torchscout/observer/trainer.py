@@ -22,7 +22,8 @@ from torchscout.config import ObserverConfig
 from torchscout.decision.progress import CommGroup, Phase, Process, Progress, RankStatus
 from torchscout.errors import TornRecordError
 from torchscout.observer import stacks
-from torchscout.observer.protocol import RankReport
+from torchscout.observer.protocol import MAX_STACK
+from torchscout.observer.rank_report import RankReport
 from torchscout.observer.record.directory import How, read_end
 from torchscout.observer.record.reader import ProgressReader
 from torchscout.observer.silence import LONGEST_REPEAT_SECONDS, allowance
@@ -128,7 +129,6 @@ def _latest(phase: Phase, durations: Durations) -> frozenset[float]:
     return frozenset(durations[phase][-SAMPLES[phase] :])
 
 
-_STACK_CHARACTERS = 8192
 _REQUESTS_TO_END = {signal.SIGHUP, signal.SIGINT, signal.SIGTERM}
 _STALL_SECONDS = 1.0
 _WATCHDOG_SECONDS = 60.0
@@ -269,7 +269,7 @@ class TrainerView:
         if self._stack is None or self.ending is not None:
             return ""
         stack = stacks.take(self.reader.pid, self._stack, config.stack_signal, config.stack_seconds)
-        return stacks.trim(stack, _STACK_CHARACTERS)
+        return stacks.trim(stack, MAX_STACK)
 
     def _rank_status(self) -> RankStatus:
         if self.ending is Ending.FINISHED:
