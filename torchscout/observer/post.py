@@ -27,16 +27,27 @@ from torchscout.observer.record.layout import LINES, PLACES
 from torchscout.utils.network import read_json
 
 __all__ = [
+    "BUSY",
     "FLAGS",
     "HEADER",
     "KINDS",
+    "MAYBE",
     "MISTAKES",
     "OPERATION",
+    "PAIR",
+    "PHASE",
+    "PHASES",
     "PHRASE",
+    "PLAIN",
+    "PROCESS",
+    "PROCESSES",
     "ROW",
     "RUN",
+    "SPLITS",
+    "WAITING",
     "Header",
     "Post",
+    "Row",
     "hash_of",
 ]
 
@@ -77,7 +88,8 @@ class Row(NamedTuple):
     key: int
     name: int
     """Lengths in bytes."""
-    pair: int
+    flags: int
+    """``PAIR``, and ``SPLITS`` if operations of this row have splits."""
 
 
 KINDS = ("report", "leave")
@@ -95,6 +107,7 @@ FLAGS = {
         ("moving", "excused", "was_killed", "is_pressed", "has_timed_out", "has_progress", "at_communication")
     )
 }
+PAIR, SPLITS = 1, 2
 WAITING, BUSY, PROCESS, PHASE = 8, 10, 12, 16
 """Bits at which small numbers begin: 0, 1, 2 for None, False, True; indices of process and phase."""
 PLAIN = ("moving", "excused", "was_killed", "is_pressed", "has_timed_out")
@@ -160,6 +173,13 @@ class Post:
         at, end, *_ = self.starts
         return map(Row._make, ROW.iter_unpack(self.data[at:end]))
 
+    def line(self, number: int) -> tuple[str, str, int]:
+        """Return key, name and flags of one row."""
+        rows, at = list(self.rows()), self.starts[4]
+        at += sum(row.key + row.name for row in rows[:number])
+        key, name = _strings(self.data, at, (rows[number].key, rows[number].name))
+        return key, name, rows[number].flags
+
     def report(self) -> RankReport:
         """Read everything."""
         flags, rest, (lines, progress) = self.header.flags, self.rest, self._read()
@@ -192,7 +212,7 @@ class Post:
                 for first, stride, count in (next(runs) for _ in range(row.runs))
                 for place in range(count)
             )
-            lines.append(CommGroup(next(strings), members, next(strings), bool(row.pair)))
+            lines.append(CommGroup(next(strings), members, next(strings), bool(row.flags & PAIR)))
         if not flags & FLAGS["has_progress"]:
             return lines, None
         texts, splits = list(strings), self.rest.get("splits", {})

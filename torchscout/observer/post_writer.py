@@ -17,6 +17,7 @@ from torchscout.observer.post import (
     KINDS,
     MAYBE,
     OPERATION,
+    PAIR,
     PHASE,
     PHASES,
     PHRASE,
@@ -25,6 +26,7 @@ from torchscout.observer.post import (
     PROCESSES,
     ROW,
     RUN,
+    SPLITS,
     WAITING,
     Header,
     Row,
@@ -121,7 +123,8 @@ class _Body:
             if len(key_bytes) >= _KEY_BYTES:
                 continue
             count = issued.get(line.key, 0)
-            shown = _packed(recent.get(line.key, ()), count, codes)
+            operations = recent.get(line.key, ())
+            shown = _packed(operations, count, codes)
             runs = _runs_of(line.members)
             row = Row(
                 hash_of(line.key),
@@ -131,7 +134,8 @@ class _Body:
                 len(runs),
                 len(key_bytes),
                 len(name),
-                line.pair,
+                PAIR * line.pair
+                + SPLITS * any(each.sends is not None for _, each in recent.get(line.key, ())),
             )
             self.rows.append(row)
             self.operations += shown

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import cached_property
 from typing import NamedTuple
 
+from torchscout.decision.progress import Process
 from torchscout.observer.post import Post
 from torchscout.observer.post_writer import post_of
 from torchscout.observer.rank_report import RankReport
@@ -48,6 +50,35 @@ class Reports(Mapping[int, RankReport]):
             {rank: Post(post_of(each), size) for rank, each in reports.items()},
             {rank: Stack(each.stack, each.waiting) for rank, each in statuses.items() if each.stack},
         )
+
+    @cached_property
+    def flags(self) -> int:
+        """What is true of any rank; see ``post.FLAGS``."""
+        found = 0
+        for post in self.posts.values():
+            found |= post.header.flags
+        return found
+
+    @cached_property
+    def gone(self) -> dict[int, float]:
+        """Rank -> how many seconds ago its trainer was seen to have ended early."""
+        return {
+            rank: post.header.gone_seconds + self.ages.get(rank, 0.0)
+            for rank, post in self.posts.items()
+            if post.header.gone_seconds == post.header.gone_seconds  # not a number if it is not gone
+        }
+
+    @property
+    def last_step(self) -> int:
+        return max((post.header.step for post in self.posts.values()), default=0)
+
+    @property
+    def silent_seconds(self) -> float:
+        """The longest silence of a rank."""
+        return max((post.header.silent_seconds for post in self.posts.values()), default=0.0)
+
+    def process(self, rank: int) -> Process:
+        return self.posts[rank].process
 
     def __getitem__(self, rank: int) -> RankReport:
         if rank not in self._read:

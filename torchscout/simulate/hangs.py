@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from torchscout.decision.hang.evidence import Ints
+from torchscout.decision.hang.table import Ints
 from torchscout.decision.progress import Process
 from torchscout.decision.record import Incident
 from torchscout.observer.hub import Round
@@ -16,7 +16,7 @@ from torchscout.observer.rank_report import RankReport
 from torchscout.observer.round_diagnosis import conclude
 from torchscout.observer.round_reports import Reports
 from torchscout.simulate.job import Job
-from torchscout.simulate.reports import STEP, Reporter
+from torchscout.simulate.reports import STEP, Reporter, Stand
 from torchscout.simulate.scoring import Truth
 from torchscout.simulate.spread import Faults, Standing, spread
 
@@ -68,8 +68,8 @@ class _Round:
     """What observers report before anything is sent."""
 
     truth: Truth
-    reports: dict[int, RankReport]
-    early: dict[int, RankReport] = field(default_factory=dict)
+    reports: dict[int, Stand | RankReport]
+    early: dict[int, Stand | RankReport] = field(default_factory=dict)
     repeated: frozenset[int] = frozenset()
     insistent: bool = False
 
@@ -118,7 +118,7 @@ class Hangs:
 
     def _sent(self, told: _Round) -> Hang:
         posts, early = (
-            {rank: self.reporter.post(report) for rank, report in each.items()}
+            {rank: self.reporter.post(rank, report) for rank, report in each.items()}
             for each in (told.reports, told.early)
         )
         return Hang(told.truth, posts, early, told.repeated, told.insistent)
@@ -200,19 +200,17 @@ class Hangs:
         where = (
             STEP * self._length + chance.integers(self._length.max(), size=self.job.size) * moving
         ).tolist()
-        reports = {
-            rank: self.reporter.report(rank, issued, waiting=False, at_communication=False)
-            for rank, issued in enumerate(where)
-        }
+        plain = [Stand(issued, waiting=False, at_communication=False) for issued in where]
+        reports: dict[int, Stand | RankReport] = dict(enumerate(plain))
         if moving:
             few = chance.choice(self.job.size, max(1, self.job.size // 100), replace=False)
-            reports |= {int(rank): replace(reports[int(rank)], moving=True) for rank in few}
+            reports |= {rank: plain[rank]._replace(moving=True) for rank in few.tolist()}
         return _Round(Truth(), reports, insistent=not moving)
 
     def _reports(
         self, draft: _Draft, chance: np.random.Generator, *, on_devices: bool
-    ) -> dict[int, RankReport]:
-        standing, job, report = draft.standing, self.job, self.reporter.report
+    ) -> dict[int, Stand | RankReport]:
+        standing, job = draft.standing, self.job
         steps, ticks = np.divmod(standing.tick, len(job.ticks))
         begun = (STEP + steps) * self._length
         entered = begun + job.entered_before[job.stage, ticks] + standing.inside
@@ -223,33 +221,41 @@ class Hangs:
         shown = [None, False][int(chance.integers(2))] if on_devices else True
         # Whether whoever stopped has published anything since its last operation.
         is_last = bool(chance.random() < 0.5)
-        reports = {}
+        reports: dict[int, Stand | RankReport] = {}
         for rank, (count, device, inside) in enumerate(
             zip(issued, entered.tolist(), standing.inside.tolist(), strict=True)
         ):
-            waiting = shown if inside or not draft.late_hosts else False
             busy = inside or not draft.late_hosts
-            reports[rank] = report(
-                rank,
+            reports[rank] = Stand(
                 count,
                 device if on_devices else None,
-                waiting=waiting,
-                at_communication=(inside or is_last) and not on_devices,
-                device_busy=busy,
+                shown if busy else False,
+                (inside or is_last) and not on_devices,
+                busy,
             )
-        for rank, line in standing.lagging.items():
+        self._alter(draft, reports, chance)
+        return reports
+
+    def _alter(
+        self, draft: _Draft, reports: dict[int, Stand | RankReport], chance: np.random.Generator
+    ) -> None:
+        """Change the reports of ranks that do not stand like others: these are few."""
+        for rank, line in draft.standing.lagging.items():
             reports[rank] = self.reporter.without(
-                reports[rank], line, self._number_at(rank, draft.skipped_at)
+                self._full(rank, reports), line, self._number_at(rank, draft.skipped_at)
             )
         if draft.diverging is not None:
             rank, line, tick = draft.diverging
-            reports[rank] = self.reporter.diverging(reports[rank], line, self._number_at(rank, tick))
+            number = self._number_at(rank, tick)
+            reports[rank] = self.reporter.diverging(self._full(rank, reports), line, number)
         seconds = float(chance.uniform(2, 6))
         for rank, process in draft.dead.items():
-            reports[rank] = _ended(
-                reports[rank], process, seconds + float(chance.uniform(0, 0.01)), draft.killed
-            )
-        return reports
+            since = seconds + float(chance.uniform(0, 0.01))
+            reports[rank] = _ended(self._full(rank, reports), process, since, draft.killed)
+
+    def _full(self, rank: int, reports: Mapping[int, Stand | RankReport]) -> RankReport:
+        told = reports[rank]
+        return self.reporter.report(rank, told) if isinstance(told, Stand) else told
 
     def _disturb(self, told: _Round, condition: str, chance: np.random.Generator) -> None:
         """Change the round into what arrives at the hub."""
@@ -268,7 +274,7 @@ class Hangs:
             share = 1.0 if condition == "no_stacks" else float(chance.choice([0.1, 0.5, 0.9]))
             reports |= {rank: _without_stack(reports[rank]) for rank in some(share)}
         elif condition == "late_messages":
-            told.early = {rank: replace(reports[rank], moving=True) for rank in some(0.01)}
+            told.early = {rank: _moving(reports[rank]) for rank in some(0.01)}
         elif condition == "duplicates":
             told.repeated = frozenset(some(float(chance.choice([0.01, 0.5, 1.0]))))
         elif condition == "skew":
@@ -282,15 +288,23 @@ class Hangs:
         return STEP * self.job.counts[stage][-1][slot.kind] + slot.ordinal + 1
 
 
-def _without_stack(report: RankReport) -> RankReport:
-    return replace(report, status=replace(report.status, waiting=None))
+def _without_stack(told: Stand | RankReport) -> Stand | RankReport:
+    if isinstance(told, Stand):
+        return told._replace(waiting=None)
+    return replace(told, status=replace(told.status, waiting=None))
 
 
-def _skewed(report: RankReport, factor: float) -> RankReport:
-    progress = report.status.progress
+def _moving(told: Stand | RankReport) -> Stand | RankReport:
+    return told._replace(moving=True) if isinstance(told, Stand) else replace(told, moving=True)
+
+
+def _skewed(told: Stand | RankReport, factor: float) -> Stand | RankReport:
+    if isinstance(told, Stand):
+        return told._replace(silent_seconds=told.silent_seconds * factor)
+    progress = told.status.progress
     assert progress is not None
     slower = replace(progress, silent_seconds=progress.silent_seconds * factor)
-    return replace(report, status=replace(report.status, progress=slower))
+    return replace(told, status=replace(told.status, progress=slower))
 
 
 def _ended(report: RankReport, process: Process, seconds: float, killed: bool) -> RankReport:
