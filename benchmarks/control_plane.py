@@ -314,6 +314,7 @@ def measure(size: int, turns: int) -> dict[str, Any]:
         lost = one_hang(job, turns, lost_hub=True)
         row |= {"lost_hub_s": round(lost["seconds"], 3), "lost_hub_named_rightly": lost["right"]}
         os.kill(job.observers[0].pid, signal.SIGCONT)
+    print(json.dumps(row), file=sys.stderr)
     reached = row["worst_s"] <= GOAL_SECONDS and row["named_rightly"] == turns
     return {**row, "goal": {"worst_s": GOAL_SECONDS}, "reached": reached}
 
