@@ -160,7 +160,7 @@ def a_job(size: int) -> Iterator[Job]:
     """Trainers with observers that are all connected."""
     # Polling takes 0.4% of a core for each observer at 0.2 s. Many notice a hang, so the first does at once.
     poll = 0.2 if size <= 64 else 1.0
-    config = ObserverConfig(min_silence_seconds=2.0, poll_seconds=poll, address="127.0.0.1")
+    config = ObserverConfig(poll_seconds=poll, address="127.0.0.1")
     hubs = hub_ranks([None] * size)
     own = range(size) if size <= PROCESSES else hubs
     mesh = describe_mesh(Mesh.grid(replica=size // TENSOR, tensor=TENSOR))
@@ -314,6 +314,7 @@ def measure(size: int, turns: int) -> dict[str, Any]:
         lost = one_hang(job, turns, lost_hub=True)
         row |= {"lost_hub_s": round(lost["seconds"], 3), "lost_hub_named_rightly": lost["right"]}
         os.kill(job.observers[0].pid, signal.SIGCONT)
+    print(json.dumps(row), file=sys.stderr)
     reached = row["worst_s"] <= GOAL_SECONDS and row["named_rightly"] == turns
     return {**row, "goal": {"worst_s": GOAL_SECONDS}, "reached": reached}
 
@@ -359,7 +360,7 @@ def one_hang(job: Job, turn: int, *, lost_hub: bool = False) -> dict[str, Any]:
         print(f"named {incident.item.ranks}, not {late}: {incident.item.sentence}", file=sys.stderr)
     for trainer in job.trainers:
         trainer.step()
-    if not lost_hub:
+    if figures["right"] and not lost_hub:
         whole_line(job.incidents, before + 1)  # that it has ended
     return figures
 

@@ -21,7 +21,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from observer import environment
+from observer import SHARED_MEMORY, environment
 
 from torchscout.config import ReplayConfig
 from torchscout.decision.recorder import MOST_BYTES
@@ -140,7 +140,7 @@ def read_large(ranks: int) -> dict[str, Any]:
     from torchscout.report.page import page
     from torchscout.report.reading import read_run
 
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(dir=SHARED_MEMORY if SHARED_MEMORY.is_dir() else None) as folder:
         write_large_run(Path(folder), ranks)
         begin = time.perf_counter()
         run = read_run(Path(folder))

@@ -18,13 +18,15 @@ from tests.support.small_job import until
 from torchscout.config import ObserverConfig
 from torchscout.decision.consensus import exact
 from torchscout.decision.progress import CommGroup, Phase, Process, Progress, RankStatus
-from torchscout.decision.record import EvidenceRecord, Incident, Manifestation, Resolved
+from torchscout.decision.record import EvidenceRecord, Incident, Manifestation, Resolved, from_json
+from torchscout.observer import hub
 from torchscout.observer.hub import Hub
 from torchscout.observer.post_writer import post_of
 from torchscout.observer.protocol import LIMIT, Client, Message, connect
 from torchscout.observer.rank_report import RankReport
 from torchscout.observer.reported_incidents import Finding
 from torchscout.utils import network
+from torchscout.utils.packed_lists import unpack
 
 TOKEN = network.new_token()
 CONFIG = ObserverConfig(address="127.0.0.1")
@@ -164,6 +166,35 @@ def test_a_round_asks_all_ranks_and_sends_the_finding_to_all(board: Board):
     assert board.kinds(2) == ["ask", "news", "outcome"]
     finding = Finding.of(board.verdict, reports)
     assert Finding.from_json(board.inbox[0][-1]["finding"]) == finding
+
+
+def test_an_incident_that_compares_many_ranks_is_sent_in_few_bytes(board: Board):
+    record = replace(
+        incident(2).records[0], peers=tuple(range(40_000)), verdict=exact([5] * 20_000 + [4] + [5] * 19_999)
+    )
+    board.join(0, 1, 2)
+    board.verdict = incident_from(record, tuple(range(0, 40_000, 8)), sentence="a group is late")
+    board.hold_round(1, 0, 2)
+    (news,) = [each for each in board.inbox[0] if each["kind"] == "news"]
+    assert len(json.dumps(news)) < 2048
+    assert from_json(unpack(news["item"])) == board.verdict
+    outcome = board.inbox[0][-1]
+    assert len(json.dumps(outcome)) < 512
+    assert Finding.from_json(outcome["finding"]).ranks == board.verdict.ranks
+
+
+def test_in_a_large_job_observers_receive_the_deciding_record(board: Board, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(hub, "_NEWS_BYTES", 4000)
+    board.join(0, 1, 2)
+    deciding = incident(2)
+    stack = EvidenceRecord(
+        step=3, surface="stack", manifestation=Manifestation.HANG, peers=(2,), reason="x" * 2000
+    )
+    board.verdict = replace(deciding, records=(*deciding.records, stack))
+    board.hold_round(1, 0, 2)
+    (news,) = [each for each in board.inbox[0] if each["kind"] == "news"]
+    assert from_json(unpack(news["item"])) == deciding
+    assert board.written == [board.verdict]
 
 
 def test_the_same_conclusion_is_written_once(board: Board):

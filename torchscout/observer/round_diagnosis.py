@@ -135,8 +135,9 @@ def _undecided(incident: Incident, reports: Reports, mesh: Mesh) -> Incident:
     """Return the incident without a name: a minority cannot tell whether the others are gone, or whether it
     is itself cut off from them."""
     deciding = incident.records[0]
-    evidence = () if deciding.verdict is None else deciding.verdict.evidence
-    verdict = Verdict(Status.INCONCLUSIVE, (), evidence)
+    if deciding.verdict is not None:
+        verdict = Verdict(Status.INCONCLUSIVE, (), deciding.verdict.evidence)
+        deciding = replace(deciding, verdict=verdict)
     everybody = tuple(range(len(mesh)))
     answered = f"only {len(reports)} of {len(mesh)} ranks answered"
     return replace(
@@ -144,7 +145,7 @@ def _undecided(incident: Incident, reports: Reports, mesh: Mesh) -> Incident:
         scope=Scope.JOB,
         ranks=everybody,
         hosts=mesh.hosts_of(everybody),
-        records=(replace(deciding, verdict=verdict, reason=None), *incident.records[1:]),
+        records=(deciding, *incident.records[1:]),
         action=Action.INSPECT,
         sentence=sentences(answered, "the others are gone, or these are cut off from them"),
     )
