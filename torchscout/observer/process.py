@@ -68,6 +68,8 @@ class ObserverProcess:
         """For this process's hub, created by the first survey."""
         self._client: Client | None = None
         self._rounds: RoundClient | None = None
+        self._copied: frozenset[int] = frozenset()
+        """Hubs of machines that do not share the run directory, if this observer records what they find."""
         self._done_since: float | None = None
         self._end_trainer_at: float | None = None
         self._last_write_error = ""
@@ -111,6 +113,8 @@ class ObserverProcess:
         try:
             if message["kind"] == "news":
                 item = from_json(message["item"])
+                if hub in self._copied and isinstance(item, Incident | Resolved):
+                    self._write(item)
                 self._tell_trainer(item)
                 self._plan_end(item)
             else:
@@ -147,6 +151,7 @@ class ObserverProcess:
 
     def _obey(self, line: Mapping[str, Any]) -> None:
         if "hubs" in line:
+            self._copied = frozenset(map(int, line.get("copied", ())))
             self._join([(str(host), int(port)) for host, port in line["hubs"]])
         if "config" in line:
             self.config = replace(self.config, **line["config"])
