@@ -25,7 +25,7 @@ from torchscout.report.page import page  # noqa: E402
 from torchscout.report.reading import read_run  # noqa: E402
 
 TARGET = ROOT / "docs" / "images" / "report.png"
-SIZE = {"width": 1000, "height": 860}
+SIZE = {"width": 1000, "height": 1200}
 
 
 def main() -> None:

@@ -76,8 +76,8 @@ def write_events(run_dir: Path, mesh: Mesh) -> None:
     record(
         incident_from(
             slow, (SLOW,), action=Action.INSPECT,
-            sentence="Rank 10 on node-2 is slow: time/module took 31.0 ms, 2.7 times the median of its peers, "
-            "in 2 checks in a row.",
+            sentence="Rank 10 on node-2 is slow: time/module took 31.0 ms, 2.7 times the median of its "
+            "peers, in 2 checks in a row.",
         )
     )  # fmt: skip
     record(Trust(step=60, latest=59, candidate=59, verified=40, poisoned=None))
@@ -109,8 +109,8 @@ def write_events(run_dir: Path, mesh: Mesh) -> None:
     record(
         incident_from(
             stuck, (HUNG,), action=Action.RESTART,
-            sentence="Rank 6 on node-1 has not entered all_reduce number 3841 of default_pg; it is in its input "
-            "pipeline since 31 s, and 15 ranks wait for it.",
+            sentence="Rank 6 on node-1 has not entered all_reduce number 3841 of default_pg; it is in its "
+            "input pipeline since 31 s, and 15 ranks wait for it.",
         )
     )  # fmt: skip
     recorder.close()

@@ -70,6 +70,8 @@ class ObserverProcess:
         """For this process's hub, created by the first survey."""
         self._client: Client | None = None
         self._rounds: RoundClient | None = None
+        self._copied: frozenset[int] = frozenset()
+        """Hubs of machines that do not share the run directory, if this observer records what they find."""
         self._done_since: float | None = None
         self._end_trainer_at: float | None = None
         self._late = LateDecision(spec)
@@ -116,6 +118,8 @@ class ObserverProcess:
         try:
             if message["kind"] == "news":
                 item = from_json(unpack(message["item"]))
+                if hub in self._copied and isinstance(item, Incident | Resolved):
+                    self._write(item)
                 self._tell_trainer(item)
                 if self._late.must_end(item):  # it may be stopped, so that its threads cannot run
                     self._end_trainer_at = time.monotonic() + _ENDING_SECONDS
@@ -153,6 +157,7 @@ class ObserverProcess:
 
     def _obey(self, line: Mapping[str, Any]) -> None:
         if "hubs" in line:
+            self._copied = frozenset(map(int, line.get("copied", ())))
             self._join([(str(host), int(port)) for host, port in line["hubs"]])
         if "config" in line:
             self.config = replace(self.config, **line["config"])
@@ -221,7 +226,7 @@ class ObserverProcess:
             token=self._spec.token,
             conclude=self._conclude,
             compare=self._compare,
-            record=self._write,
+            record=self._record,
             place=place,
         )
         try:
@@ -279,8 +284,12 @@ class ObserverProcess:
         self._write(record)
         self._tell_trainer(record)
 
-    def _write(self, item: EvidenceRecord | Incident | Resolved) -> None:
+    def _record(self, item: Incident | Resolved) -> None:
+        """Record what the hub of this process has found."""
         self._late.is_author |= isinstance(item, Incident)
+        self._write(item)
+
+    def _write(self, item: EvidenceRecord | Incident | Resolved) -> None:
         try:
             self._recorder.record(item)
         except (OSError, ValueError) as error:  # neither a full disk nor a peer's report may end the process

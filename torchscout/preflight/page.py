@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from html import escape
 from typing import Any
 
 from rich.table import Table
 
+from torchscout.report.page import tables_markup, tables_page
 from torchscout.utils.tables import stacked, table
 from torchscout.utils.text import listed
 
-__all__ = ["page"]
+__all__ = ["html_page", "page"]
 
 _WORDS = {"sdc": "wrong results", "straggler": "slow", "hang": "silent"}
 _FOUND_NOTHING = "nothing found"
@@ -31,6 +33,23 @@ def page(report: Mapping[str, Any]) -> str:
     if report["run_dir"] is not None:
         parts += ["", f"Evidence: {report['run_dir']}"]
     return stacked(parts)
+
+
+def html_page(report: Mapping[str, Any]) -> str:
+    """Return the same as one HTML file, in the style of the report of a run."""
+    said = [*(each["sentence"] for each in report["incidents"]), *report["reasons"]]
+    not_checked = [*report["coverage"]["not_checked"].items()]
+    parts = [
+        f"<p>{escape(_headline(report))}</p>",
+        f"<ul>{''.join(f'<li>{escape(each)}</li>' for each in said)}</ul>" if said else "",
+        "<h2>Machines</h2>",
+        tables_markup(["machine", "ranks", "device", "found"], _machines(report)),
+        "<h2>Covered</h2>",
+        tables_markup(["covered", "what", "times"], _covered(report["coverage"])),
+    ]
+    if not_checked:
+        parts += ["<h2>Not checked</h2>", tables_markup(["what", "why"], not_checked)]
+    return tables_page("scout preflight", "\n".join(parts))
 
 
 def _headline(report: Mapping[str, Any]) -> str:

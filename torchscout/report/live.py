@@ -29,7 +29,7 @@ _REST = 4.0
 """Reading in the background takes at most one part in this many, plus one, of the time."""
 _SETTLING_SECONDS = 2.0
 """How long a file is read again after it has changed: a change at the same clock tick is not visible."""
-_ORDER = ("killed", "failed", "stopped", "running", "paused", "interrupted", "elsewhere", "finished")
+_ORDER = ("killed", "failed", "stopped", "running", "paused", "interrupted")
 
 
 class LiveRun:
@@ -145,22 +145,32 @@ def _now(run_dir: Path, run: Run, incidents: Sequence[Mapping[str, Any]]) -> dic
     """The state of the job and of its ranks; those that need attention first."""
     if not run.entries:
         found = f"{run_dir} has no ranks yet" if is_run(run_dir) else f"{run_dir} is no run directory yet"
-        return {"state": "unknown", "sentence": found, "counts": {}, "ranks": [], "checks": None}
+        return {
+            "state": "unknown",
+            "sentence": found,
+            "counts": {},
+            "ranks": [],
+            "unlisted": 0,
+            "checks": None,
+        }
     state = job_state(run.entries, {end.rank: end for end in run.ends}, incidents)
     ranks, replay = state["ranks"], replay_of(run_dir)
+    # Of a rank elsewhere, or one that has just finished, there is nothing to say.
+    known = [rank for rank in ranks if rank["state"] not in {"elsewhere", "finished"}]
     rows = [
         {
             **{name: rank.get(name) for name in ("rank", "host", "pid", "state", "step", "phase", "inside")},
             "silent_seconds": rank.get("silent_seconds"),
             "device": rank.get("device"),
         }
-        for rank in sorted(ranks, key=_attention)[:_MOST_ROWS]
+        for rank in sorted(known, key=_attention)[:_MOST_ROWS]
     ]
     return {
         "state": state["state"],
         "sentence": state["sentence"],
         "counts": dict(Counter(rank["state"].partition(":")[0] for rank in ranks)),
         "ranks": rows,
+        "unlisted": len(known) - len(rows),
         "checks": None if replay is None else replay["sentence"],
     }
 

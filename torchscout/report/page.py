@@ -9,13 +9,13 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from html import escape
 from importlib.resources import files
 from typing import Any
 
-__all__ = ["embedded", "page", "policy", "tables_page"]
+__all__ = ["embedded", "page", "policy", "tables_markup", "tables_page"]
 
 _SCRIPTS = ("base.js", "mesh.js", "incidents.js", "charts.js", "tables.js", "live.js", "report.js")
 """In this order: each uses what those before it define."""
@@ -46,6 +46,18 @@ def tables_page(title: str, body: str) -> str:
         "body": body.encode("ascii", "xmlcharrefreplace").decode(),
     }
     return _filled(_asset("tables.html"), parts)
+
+
+def tables_markup(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a table of texts as markup for ``tables_page``."""
+
+    def row(cells: Sequence[str]) -> str:
+        named = zip(heads, cells, strict=True)
+        return "".join(f'<td data-head="{escape(head)}">{escape(cell)}</td>' for head, cell in named)
+
+    head = "".join(f'<th scope="col">{escape(each)}</th>' for each in heads)
+    body = "".join(f"<tr>{row(each)}</tr>" for each in rows)
+    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
 def policy(*, is_live: bool = False, has_script: bool = True) -> str:

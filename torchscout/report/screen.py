@@ -39,8 +39,10 @@ def watch_screen(document: Mapping[str, Any], width: int | None = None) -> str:
     parts += [_heading("Ranks", _counts(now["counts"]))]
     if now["ranks"]:
         parts.append(_ranks(now["ranks"]))
-    if (more := sum(now["counts"].values()) - len(now["ranks"])) > 0:
-        parts.append(f"and {more} more; these need attention most")
+    if now["unlisted"]:
+        parts.append(f"and {now['unlisted']} more; these need attention most")
+    if "elsewhere" in now["counts"]:
+        parts.append("  scout watch on their machines shows where the ranks elsewhere are")
     parts += ["", *_checks(document), "", *_trust(document["trust"]), "", *_coverage(document)]
     parts += [*_problems(document)]
     return stacked(parts, width)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import hmac
 import ipaddress
 import json
+import os
 import socket
 import socketserver
 import sys
@@ -23,6 +24,7 @@ from urllib.parse import parse_qs, urlsplit
 
 from torchscout.report.live import LiveRun
 from torchscout.report.page import page, policy
+from torchscout.utils import procfs
 
 __all__ = ["ReportServer", "is_loopback"]
 
@@ -93,6 +95,13 @@ class ReportServer(ThreadingHTTPServer):
         """Bind without looking up names, which may take long."""
         socketserver.TCPServer.server_bind(self)
         self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
+
+    def verify_request(self, request: Any, client_address: Any) -> bool:  # noqa: ARG002
+        """Without a token, refuse the other users of this machine, who may not read the files either."""
+        if self.token is not None:
+            return True
+        owner = procfs.owner_of_connection(client_address[1], self.server_port)
+        return owner in {os.geteuid(), 0}
 
     def process_request(self, request: Any, client_address: Any) -> None:
         if self._free.acquire(blocking=False):

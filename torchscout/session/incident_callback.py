@@ -31,11 +31,14 @@ class IncidentCallback:
         callbacks: Sequence[Callable[[Incident], None]],
         failed: Callable[[Exception], None],
         path: Path | None = None,
+        copy: Callable[[int, Incident], None] = lambda *_: None,
     ) -> None:
-        """``failed`` is called with what a callback raises; the next callback is still called."""
+        """``failed`` is called with what a callback raises; the next callback is still called. ``copy`` is
+        called with an incident of ``add`` and the rank that has recorded it."""
         self.incidents: list[Incident] = []
         """The incidents of this session so far."""
         self._rank, self._callbacks, self._failed = rank, callbacks, failed
+        self._copy = copy
         self._file = None if path is None else Follower(path)
         self._uncalled: queue.SimpleQueue[Incident] = queue.SimpleQueue()
         """Incidents that the callbacks have not been called with yet."""
@@ -44,9 +47,10 @@ class IncidentCallback:
         self._thread = threading.Thread(target=self._run, name="torchscout-news", daemon=True)
         self._thread.start()
 
-    def add(self, incidents: Iterable[Incident]) -> None:
-        """Take the incidents that a check found on any rank."""
+    def add(self, writer: int, incidents: Iterable[Incident]) -> None:
+        """Take incidents that a check found on any rank; ``writer`` is the rank that has recorded them."""
         for incident in incidents:
+            self._copy(writer, incident)
             self._take(incident)
 
     def wait(self, seconds: float) -> None:

@@ -117,8 +117,11 @@ class Recovery:
         decision = replace(decision, devices=devices, is_carried_out=is_carried_out)
         if self.job.rank == incident.logged_by:
             self._report(decision)
-        elif is_carried_out and not self.is_ending:
-            time.sleep(_SECONDS_TO_REPORT)
+        else:
+            if self.job.copies_from(incident.logged_by):
+                self._record(decision)
+            if is_carried_out and not self.is_ending:
+                time.sleep(_SECONDS_TO_REPORT)
         if is_carried_out and not self.is_ending:
             self._leave(decision)
 
@@ -157,6 +160,9 @@ class Recovery:
             return
         if self.config.on_decision:
             start_command(self.config.on_decision, self.config.on_decision_seconds, decision)
+        self._record(decision)
+
+    def _record(self, decision: Decision) -> None:
         try:
             record_one(self.job.run_dir, self.job.rank, decision)
         except OSError as error:  # a full disk must not keep this rank from leaving

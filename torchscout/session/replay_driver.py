@@ -71,8 +71,10 @@ class ReplayParts:
     boundary: Boundary
     finish_update: Callable[[], None]
     """See ``adapters.base.Adapter``."""
-    on_incidents: Callable[[list[Incident]], None]
-    """Called on every rank with the incidents that a check found on any rank."""
+    on_incidents: Callable[[int, list[Incident]], None]
+    """Called on every rank with a rank that has recorded incidents, and these."""
+    keeps_history: bool
+    """Whether this rank records which checkpoints can be trusted."""
     still_alive: Callable[[], None]
     """Called repeatedly in a check that takes long because results differ, so that it is not taken for a
     hang."""
@@ -261,7 +263,7 @@ class ReplayDriver:
             self._rotation.take_back(EXPERTS, step)
         counted = [*highest]
         self._guard(lambda: self._certifier.decide(step, counted, check))
-        if self._rank == 0:
+        if self._parts.keeps_history:
             self._guard(lambda: self._recorder.record(trust_in(self._certifier.state(), step)))
         self._unsettled, self._last_check = Outcome.HEALTHY, step
         if agreed.changes > self._settings.adopted:
@@ -426,8 +428,9 @@ class ReplayDriver:
         own, self._found = self._found, []
         if found:
             by_rank = self._communicators.exchange([each.to_json() for each in own])
-            incidents = [from_json(each) for of_rank in by_rank for each in of_rank]
-            self._parts.on_incidents([each for each in incidents if isinstance(each, Incident)])
+            for rank, of_rank in enumerate(by_rank):
+                incidents = map(from_json, of_rank)
+                self._parts.on_incidents(rank, [each for each in incidents if isinstance(each, Incident)])
 
     def _write(self, records: Sequence[EvidenceRecord]) -> None:
         with ExitStack() as writes:  # one record that cannot be written does not prevent the rest

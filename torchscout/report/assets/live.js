@@ -8,11 +8,10 @@ function nowView(data) {
   const silent = (rank) => (rank.silent_seconds === null ? "" : rank.silent_seconds.toFixed(1));
   const rows = now.ranks.map((rank) => () => [rank.rank, nameOf(rank.host), nameOf(rank.state), rank.step === null ? "" : rank.step, rank.phase || "",
     silent(rank), [rank.inside ? shown(rank.inside, 300) : "", rank.device ? h("small", {}, " device: " + nameOf(rank.device)) : ""]]);
-  const listed = countOf([[1, now.ranks.length]]), all = Object.values(now.counts).reduce((a, b) => a + b, 0);
   return section("now", "Now", h("p", {}, capital(shown(now.sentence, 1500)) + "."),
     now.checks && h("p", {}, shown(now.checks, 800)),
-    counts && h("p", { class: "hint" }, counts + (listed < all ? "; the table has the " + listed + " that need attention most" : "") + "."),
-    rows.length > 0 && longTable(["rank", "machine", "state", "step", "phase", "silent s", "inside"], rows, "ranks now", 8));
+    counts && h("p", { class: "hint" }, counts + (now.unlisted ? "; the table has those that need attention most" : "") + (now.counts.elsewhere ? "; scout watch on their machines shows where they are" : "") + "."),
+    rows.length > 0 && longTable(["rank", "machine", "state", "step", "phase", "silent s", "inside"], rows, "ranks now", NARROW ? 4 : 8));
 }
 
 function live(data) {

@@ -1,9 +1,9 @@
 // Puts the views of one document into the page. A view is drawn again when the parts it shows have changed.
 
 const VIEWS = [
-  ["now", "Now", ["now"], nowView],
   ["problems-note", null, ["problems", "unlisted_problems"], damageNote],
   ["incidents", "Incidents", ["incidents"], summary],
+  ["now", "Now", ["now"], nowView],
   ["mesh", "Ranks", ["ranks", "incidents"], (data) => new MeshView(data).root],
   ["evidence", "Evidence", ["incidents", "strips"], evidenceView],
   ["times", "Times", ["strips"], stripsView],
