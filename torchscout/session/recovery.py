@@ -37,7 +37,8 @@ __all__ = ["EXIT_STATUS", "Recovery"]
 EXIT_STATUS = 128 + signal.SIGTERM
 """Of a worker that leaves so that the job restarts. Observers count it as asked to end, not as failed."""
 _SECONDS_TO_REPORT = 1.0
-"""Before the other ranks leave: the launcher ends all ranks as soon as one has left."""
+"""Before the other ranks leave: the launcher ends all ranks as soon as one has left. The rank that reports
+leaves after half of it, when all ranks know that they leave: a lost connection is then no failure."""
 _MOST_CHARACTERS = 800
 """Of a reason in a decision; a restart plan has limits."""
 
@@ -53,6 +54,8 @@ class Recovery:
     """Where the restart plan is written; without one, nothing is carried out."""
     checkpoints: CheckpointManager | None
     exit: Callable[[int], object] = os._exit
+    leaving: Decision | None = None
+    """The decision because of which this process is about to leave."""
     is_ending: bool = False
     """Whether an exception ends this process: its observer decides in its place."""
     entry: RankEntry | None = None
@@ -115,15 +118,22 @@ class Recovery:
         named = [(rank, self.job.devices[rank]) for rank in decision.ranks if rank < len(self.job.devices)]
         devices = tuple(f"rank {rank}: {device}" for rank, device in named if device)
         decision = replace(decision, devices=devices, is_carried_out=is_carried_out)
-        if self.job.rank == incident.logged_by:
+        is_reporter, is_leaving = self.job.rank == incident.logged_by, is_carried_out and not self.is_ending
+        self.leaving = decision if is_leaving else self.leaving
+        if is_reporter:
             self._report(decision)
-        else:
-            if self.job.copies_from(incident.logged_by):
-                self._record(decision)
-            if is_carried_out and not self.is_ending:
-                time.sleep(_SECONDS_TO_REPORT)
-        if is_carried_out and not self.is_ending:
+        elif self.job.copies_from(incident.logged_by):
+            self._record(decision)
+        if is_leaving:
+            time.sleep(_SECONDS_TO_REPORT / 2 if is_reporter else _SECONDS_TO_REPORT)
             self._leave(decision)
+
+    def fails(self) -> None:
+        """Called when an exception ends this process. If it is about to leave, the exception is a consequence
+        of that, and it leaves now; otherwise its observer decides in its place."""
+        if self.leaving is not None:
+            self._leave(self.leaving)
+        self.is_ending = True
 
     def nothing_to_resume(self, reason: str) -> None:
         """Stop a job that was restarted and has no checkpoint left: its launcher would restart it in vain."""

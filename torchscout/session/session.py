@@ -341,7 +341,7 @@ class Session:
         error, incidents = getattr(sys, "last_value", None), self._callback
         if self._monitor is not None and how_ended(error) == "failed":
             if self._recovery is not None:
-                self._recovery.is_ending = True
+                self._guarded(self._recovery.fails)
             self._monitor.writer.failing()
         if error is not None and incidents is not None and self.rank == 0:
             incidents.wait(_VERDICT_SECONDS)
