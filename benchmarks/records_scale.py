@@ -4,8 +4,8 @@
 
 ``--real`` ranks train a small model on this machine with a check at every step; what a line of each file
 takes is measured there. The rest is counting, for a healthy job of ``--ranks``: checks come every
-``CHECK_SECONDS``, each replays one layer and compares what it compares in the small model, and the counts are
-written as often as ``SummaryRecorder`` writes them. A growing number of peers makes lines longer.
+``CHECK_SECONDS``, a line has as many surfaces as in the small model, since a check replays one layer of
+either, and lines are as frequent as ``SummaryRecorder`` writes them. Many peers make lines longer.
 
 The run directory that the report reads is written by ``tests.support.large_run``.
 """
@@ -96,14 +96,13 @@ def measure(ranks: int) -> dict[str, Any]:
         agreements = [each for each in records if each["kind"] == "agreements"]
         surfaces = [surface for each in agreements for surface in each["surfaces"]]
         keys = {(each["surface"], each["layer"], each["mode"]) for each in surfaces}
-        layers = {each["layer"] for each in surfaces}
         return {
             "ranks": ranks,
             "checks": STEPS,
             "bytes": sizes,
             "lines": Counter(each["kind"] for each in records),
             "surfaces": len(keys),
-            "surfaces_of_a_layer": round(len(keys) / max(1, len(layers))),
+            "surfaces_of_a_line": round(len(surfaces) / max(1, len(agreements))),
             "bytes_of_a_surface": round(
                 sum(len(json.dumps(each)) for each in surfaces) / max(1, len(surfaces))
             ),
@@ -116,10 +115,8 @@ def extrapolate(real: dict[str, Any], ranks: int) -> dict[str, Any]:
     """A healthy day of a large job, by counts."""
     checks = DAY / CHECK_SECONDS
     between = min(_CHECKS, _SECONDS / CHECK_SECONDS)
-    # In the time between two lines each check has replayed another layer.
-    surfaces = real["surfaces_of_a_layer"] * (between + 1)
     peers = 7 * ranks // TENSOR_PIPELINE
-    of_rank = checks / between * (surfaces * real["bytes_of_a_surface"] + peers)
+    of_rank = checks / between * (real["surfaces_of_a_line"] * real["bytes_of_a_surface"] + peers)
     return {
         "ranks": ranks,
         "checks": round(checks),
