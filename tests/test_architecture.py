@@ -33,7 +33,7 @@ FLOORS["attach"] = set(FLOORS)
 FLOORS["launch"] = set(FLOORS)
 FLOORS["report"] = {"ground", "decision", "observer"}
 FLOORS["preflight"] = set(FLOORS) - {"launch"}
-FLOORS["plugins"] = {"ground", "checkpoint", "adapters", "session", "attach"}
+FLOORS["plugins"] = {"ground", "decision", "checkpoint", "adapters", "session", "attach"}
 # Deliberate faults, real ranks for tests, the campaign, the simulator: production imports none of them.
 FLOORS["faults"] = {"ground", "decision", "collectives", "experts", "replay", "checkpoint", "adapters"}
 FLOORS["testing"] = {"ground", "experts", "observer"}

@@ -208,14 +208,11 @@ def _agree(adapter: Adapter, communicators: Communicators, run_dir: Path | str |
     """Exchange what all ranks must agree on. Token and run directory are rank 0's."""
     default = f"scout-run-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
     device = device_of(stages_of(adapter.model))
-    facts = communicators.exchange(
-        {
-            "host": host_name(),
-            "device": "" if device is None else device_name(torch.cuda.get_device_properties(device)),
-            "token": secrets.token_hex(32),
-            "run_dir": str(Path(run_dir or default).absolute()),
-        }
-    )
+    name = "" if device is None else device_name(torch.cuda.get_device_properties(device))
+    fact = {"host": host_name(), "device": name}
+    if dist.get_rank() == 0:  # what ranks send alike travels once
+        fact |= {"token": secrets.token_hex(32), "run_dir": str(Path(run_dir or default).absolute())}
+    facts = communicators.exchange(fact)
     hosts = [fact["host"] for fact in facts]
     token, agreed_dir = facts[0]["token"], Path(facts[0]["run_dir"])
     devices = [fact["device"] for fact in facts]
@@ -269,8 +266,10 @@ def _monitor(
     """Start to publish progress and to observe it; if that fails, the job runs without hang detection."""
     settings = {
         "straggler": StragglerConfig() if replay is None else replay.straggler,
-        "recovery": recovery.config if recovery.can_act else None,
-        "restarts": recovery.plan.restarts,
+        "recovery": recovery.config,
+        "plan": recovery.plan,
+        "plan_folders": tuple(map(str, recovery.plan_folders)),
+        "directory": str(Path.cwd()),
     }
     try:
         monitor = start_monitor(base.job, config, base.communicators, **settings)

@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 
 from torchscout.config import ObserverConfig
-from torchscout.observer.protocol import RankReport
+from torchscout.observer.post import Post
+from torchscout.observer.post_writer import post_of
+from torchscout.observer.rank_report import RankReport
 from torchscout.observer.record.directory import End
 from torchscout.observer.trainer import Ending, TrainerView
 
@@ -49,7 +51,7 @@ def ended(folder: Path, seconds: float, how: str, timeout: float = 600.0) -> Ran
         while trainer.ending is None and time.monotonic() < deadline:
             trainer.look(time.monotonic())
             time.sleep(0.05)
-        return RankReport.from_json(trainer.report(CONFIG, 0.0, time.monotonic()).to_json())
+        return Post(post_of(trainer.report(CONFIG, 0.0, time.monotonic())), 8).report()
 
 
 def test_what_a_trainer_waited_for_is_kept_when_a_watchdog_has_ended_it(tmp_path: Path):

@@ -12,7 +12,8 @@ from typing import Any
 
 from torchscout.decision.progress import Process
 from torchscout.decision.record import Incident, Resolved
-from torchscout.observer.protocol import RankReport
+from torchscout.observer.rank_report import RankReport
+from torchscout.utils.packed_lists import pack, unpack
 from torchscout.utils.text import named, sentences
 
 __all__ = ["Finding", "ReportedIncidents", "after_timeout"]
@@ -50,12 +51,12 @@ class Finding:
         )
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        return {**asdict(self), "ranks": pack([*self.ranks])}
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Finding:
         """Raises ``LookupError``, ``TypeError`` or ``ValueError`` if the document is not a finding."""
-        finding = cls(**{**document, "ranks": tuple(document["ranks"])})
+        finding = cls(**{**document, "ranks": tuple(unpack(document["ranks"]))})
         texts = (finding.scope, finding.surface, finding.sentence)
         numbers = (finding.step, *finding.ranks)
         types = [*map(type, texts), *map(type, numbers), type(finding.job_ended)]

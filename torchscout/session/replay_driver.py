@@ -26,6 +26,7 @@ from torchscout.decision.straggler.timings import Timings
 from torchscout.decision.summary import SummaryRecorder
 from torchscout.log import log
 from torchscout.mesh import Axis, LayerKind, Mesh
+from torchscout.replay.finite import FINITE, FiniteState
 from torchscout.replay.recipe import ABSENT, Comparison, Mode, Recipe
 from torchscout.replay.recipes.owned_state import OWNED_STATE, OwnedStateRecipe
 from torchscout.replay.recipes.replicated_state import ReplicatedStateRecipe
@@ -205,6 +206,7 @@ class ReplayDriver:
         self._parts.finish_update()
         check = self._covered_at(step)
         findings, timings = Findings(), None
+        finite = self._guard(lambda: FiniteState(self._recipes))  # read when devices have replayed
         try:
             self._replayer.check(step, findings)
             findings.records.extend(self._compare_captures(step))
@@ -213,7 +215,9 @@ class ReplayDriver:
             # A failure in here stays local: a full disk must not separate this rank from the others. What
             # peers have compared already counts, even if the ranks lose each other before the vote.
             if findings.records or timings is not None:
-                outcome = self._guard(lambda: self._conclude(findings, timings)) or Outcome.NOT_CHECKED
+                outcome = (
+                    self._guard(lambda: self._conclude(findings, timings, finite)) or Outcome.NOT_CHECKED
+                )
                 self._unsettled = max(self._unsettled, outcome, key=SEVERITY.index)
         self._pace.check_took(self._now() - began, check.paths, findings.on_shapes)
         self._certify(step, self._unsettled, check, differs=self._capture_is_doubtful(findings))
@@ -225,7 +229,7 @@ class ReplayDriver:
         has_state = bool(state) and all(self._rotation.is_due(kind, step) for kind in state)
         return CheckCoverage(self._rotation.turns_at(EXPERTS, step), has_state)
 
-    def _conclude(self, findings: Findings, timings: Timings | None) -> Outcome:
+    def _conclude(self, findings: Findings, timings: Timings | None, finite: FiniteState | None) -> Outcome:
         """Diagnose and record what a check found; return this rank's outcome."""
         records = findings.records
         incidents = self._diagnosis.diagnose(records, repeats=findings.repeats, elsewhere=findings.elsewhere)
@@ -239,8 +243,10 @@ class ReplayDriver:
         # A corrupted copy of correct state is dropped; training itself is fine.
         live = [each for each in records if each.surface != CAPTURED]
         outcome = outcome_of(live, slow.incidents, findings.targets, self._config.require)
-        if outcome.accepted and (unwatched := self._unwatched()) is not None:
-            self._history.held_up[OWNED_STATE] = unwatched
+        unmet = {OWNED_STATE: self._unwatched(), FINITE: None if finite is None else finite.problem()}
+        held_up = {name: why for name, why in unmet.items() if why is not None}
+        if outcome.accepted and held_up:
+            self._history.held_up |= held_up
             return Outcome.NOT_CHECKED
         return outcome
 
@@ -308,7 +314,7 @@ class ReplayDriver:
             self._recipes if everything else [each for each in self._recipes if each.kind in STATE_RECIPES]
         )
         findings = sweep(self._replayer, recipes, self._peers, step)
-        outcome = self._guard(lambda: self._conclude(findings, None)) or Outcome.NOT_CHECKED
+        outcome = self._guard(lambda: self._conclude(findings, None, None)) or Outcome.NOT_CHECKED
         differing = [each.mode for each in findings.records if each.scope is not None and not each.layer]
         own = _Ballot(SEVERITY.index(outcome), state_differs=Mode.STATE in differing, found=len(self._found))
         agreed = _Ballot(*self._communicators.highest(own))

@@ -7,12 +7,14 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from torchscout.decision.hang.evidence import Ints
+from torchscout.decision.hang.table import Ints
 from torchscout.decision.progress import Process
 from torchscout.decision.record import Incident
 from torchscout.observer.hub import Round
-from torchscout.observer.protocol import RankReport
+from torchscout.observer.post import Post
+from torchscout.observer.rank_report import RankReport
 from torchscout.observer.round_diagnosis import conclude
+from torchscout.observer.round_reports import Reports
 from torchscout.simulate.job import Job
 from torchscout.simulate.reports import STEP, Reporter
 from torchscout.simulate.scoring import Truth
@@ -33,26 +35,43 @@ class Hang:
     """One round of the observers."""
 
     truth: Truth
-    reports: Mapping[int, RankReport]
-    early: Mapping[int, RankReport] = field(default_factory=dict)
-    """Reports of an earlier round, whose senders still moved."""
+    posts: Mapping[int, Post]
+    early: Mapping[int, Post] = field(default_factory=dict)
+    """Posts to an earlier round, whose senders still moved."""
+    repeated: frozenset[int] = frozenset()
+    """Ranks whose posts arrive twice, as after a reconnection."""
     insistent: bool = False
+
+    @property
+    def reports(self) -> Reports:
+        return Reports(self.posts)
 
     def decide(self, job: Job) -> list[Incident]:
         """Conclude the rounds as a hub does it."""
-        found = conclude(self._gathered(self.early), job.mesh) if self.early else None
+        found = conclude(self._gathered({**self.posts, **self.early}), job.mesh) if self.early else None
         if found is None:
             insistent = self.insistent or bool(self.early)
-            found = conclude(self._gathered({}), job.mesh, insistent=insistent)
+            found = conclude(self._gathered(self.posts), job.mesh, insistent=insistent)
         return [] if found is None else [found]
 
-    def _gathered(self, early: Mapping[int, RankReport]) -> dict[int, RankReport]:
-        """Every report arrives twice, as after a reconnection; a round keeps the first."""
-        gathering = Round(1, deadline=0.0, awaited=set(self.reports))
-        for reports in (early, self.reports):
-            for rank, report in reports.items():
-                gathering.add(rank, report)
-        return gathering.reports
+    def _gathered(self, posts: Mapping[int, Post]) -> Reports:
+        gathering = Round(1, deadline=0.0, awaited=set(posts))
+        for rank, post in posts.items():
+            gathering.add(rank, post)
+            if rank in self.repeated:
+                gathering.add(rank, post)
+        return Reports(gathering.posts, gathering.stacks)
+
+
+@dataclass(slots=True)
+class _Round:
+    """What observers report before anything is sent."""
+
+    truth: Truth
+    reports: dict[int, RankReport]
+    early: dict[int, RankReport] = field(default_factory=dict)
+    repeated: frozenset[int] = frozenset()
+    insistent: bool = False
 
 
 @dataclass(slots=True)
@@ -89,12 +108,20 @@ class Hangs:
     def make(self, family: str, condition: str, chance: np.random.Generator) -> Hang:
         """Make one scenario of a family, over Gloo or, with devices that enter operations, over NCCL."""
         if family == "pause":
-            return self._pause(chance)
+            return self._sent(self._pause(chance))
         draft: _Draft = _MAKERS[family](self, chance)
         on_devices = not draft.late_hosts or bool(chance.random() < 0.5)
         reports = self._reports(draft, chance, on_devices=on_devices)
-        hang = Hang(self._truth(draft), {r: each for r, each in reports.items() if r not in draft.absent})
-        return self._disturbed(hang, condition, chance)
+        told = _Round(self._truth(draft), {r: each for r, each in reports.items() if r not in draft.absent})
+        self._disturb(told, condition, chance)
+        return self._sent(told)
+
+    def _sent(self, told: _Round) -> Hang:
+        posts, early = (
+            {rank: self.reporter.post(report) for rank, report in each.items()}
+            for each in (told.reports, told.early)
+        )
+        return Hang(told.truth, posts, early, told.repeated, told.insistent)
 
     def _truth(self, draft: _Draft) -> Truth:
         waited = draft.standing.waited_for
@@ -167,7 +194,7 @@ class Hangs:
         tick, line = self._slot(chance, self._rank(chance))
         return _Draft(spread(self.job, Faults(stuck={line: tick})), group=frozenset(self.job.members(line)))
 
-    def _pause(self, chance: np.random.Generator) -> Hang:
+    def _pause(self, chance: np.random.Generator) -> _Round:
         """Nobody is at fault: all ranks evaluate for long, or ranks move and a round was asked for early."""
         moving = bool(chance.random() < 0.5)
         where = (
@@ -180,7 +207,7 @@ class Hangs:
         if moving:
             few = chance.choice(self.job.size, max(1, self.job.size // 100), replace=False)
             reports |= {int(rank): replace(reports[int(rank)], moving=True) for rank in few}
-        return Hang(Truth(), reports, insistent=not moving)
+        return _Round(Truth(), reports, insistent=not moving)
 
     def _reports(
         self, draft: _Draft, chance: np.random.Generator, *, on_devices: bool
@@ -224,29 +251,29 @@ class Hangs:
             )
         return reports
 
-    def _disturbed(self, hang: Hang, condition: str, chance: np.random.Generator) -> Hang:
-        """Return the round as it arrives at the hub."""
-        reports = dict(hang.reports)
+    def _disturb(self, told: _Round, condition: str, chance: np.random.Generator) -> None:
+        """Change the round into what arrives at the hub."""
+        reports = told.reports
         ranks = np.array(sorted(reports))
+
+        def some(share: float) -> list[int]:
+            found: list[int] = ranks[chance.random(len(ranks)) < share].tolist()
+            return found
+
         if condition == "lost_messages":
-            share = float(chance.choice([0.001, 0.01, 0.05]))
-            lost = frozenset(ranks[chance.random(len(ranks)) < share].tolist())
-            kept = {rank: each for rank, each in reports.items() if rank not in lost}
-            return replace(hang, reports=kept, truth=replace(hang.truth, unseen=lost))
-        if condition in ("few_stacks", "no_stacks"):
+            lost = frozenset(some(float(chance.choice([0.001, 0.01, 0.05]))))
+            told.reports = {rank: each for rank, each in reports.items() if rank not in lost}
+            told.truth = replace(told.truth, unseen=lost)
+        elif condition in ("few_stacks", "no_stacks"):
             share = 1.0 if condition == "no_stacks" else float(chance.choice([0.1, 0.5, 0.9]))
-            for rank in ranks[chance.random(len(ranks)) < share].tolist():
-                reports[rank] = _without_stack(reports[rank])
+            reports |= {rank: _without_stack(reports[rank]) for rank in some(share)}
         elif condition == "late_messages":
-            some = ranks[chance.random(len(ranks)) < 0.01].tolist()
-            early = {rank: replace(reports[rank], moving=True) for rank in some}
-            return replace(hang, early=early)
+            told.early = {rank: replace(reports[rank], moving=True) for rank in some(0.01)}
         elif condition == "duplicates":
-            return replace(hang, early={}, reports=reports)
+            told.repeated = frozenset(some(float(chance.choice([0.01, 0.5, 1.0]))))
         elif condition == "skew":
-            for rank in ranks[chance.random(len(ranks)) < 0.1].tolist():
+            for rank in some(0.1):
                 reports[rank] = _skewed(reports[rank], float(chance.lognormal(0.0, 1.0)))
-        return replace(hang, reports=reports)
 
     def _number_at(self, rank: int, tick: int) -> int:
         """Return the number of the operation that ``rank`` has at ``tick`` of the step with the fault."""

@@ -6,9 +6,11 @@ import functools
 import hashlib
 from dataclasses import replace
 
-from torchscout.decision.hang.evidence import NOTHING
+from torchscout.decision.hang.table import NOTHING
 from torchscout.decision.progress import IssuedOp, Phase, Process, Progress, RankStatus
-from torchscout.observer.protocol import RankReport
+from torchscout.observer.post import Post
+from torchscout.observer.post_writer import post_of
+from torchscout.observer.rank_report import RankReport
 from torchscout.observer.record.layout import RECENT
 from torchscout.simulate.job import Job, Slot
 
@@ -31,6 +33,7 @@ class Reporter:
         self.job = job
         self._reports: dict[tuple[object, ...], RankReport] = {}
         self._operations: dict[tuple[int, int], IssuedOp] = {}
+        self._posts: dict[int, tuple[RankReport, Post]] = {}
         self._lines = {kind: lines.tolist() for kind, lines in job.line_of.items()}
 
     def report(
@@ -53,6 +56,15 @@ class Reporter:
             status = RankStatus(rank, Process.RUNNING, progress, waiting)
             self._reports[key] = RankReport(status, self.job.lines_of[rank])
         return self._reports[key]
+
+    def post(self, report: RankReport) -> Post:
+        """Return the report as it arrives at the hub."""
+        # By identity, since most are the reports that are kept; an entry keeps its report alive.
+        if id(report) not in self._posts:
+            if len(self._posts) >= _MOST:
+                self._posts.clear()
+            self._posts[id(report)] = report, Post(post_of(report, 1), self.job.size)
+        return self._posts[id(report)][1]
 
     def without(self, report: RankReport, line: int, number: int) -> RankReport:
         """Return the report of a rank that left out operation ``number`` of ``line``.

@@ -17,7 +17,6 @@ from torchscout.campaign.results import interval
 from torchscout.config import RecoveryConfig
 from torchscout.decision.policy import decide
 from torchscout.decision.record import Action, Incident
-from torchscout.observer.protocol import encode
 from torchscout.simulate import hangs, numbers, slowness
 from torchscout.simulate.job import Job
 from torchscout.simulate.layouts import Layout
@@ -99,8 +98,8 @@ def _condition(family: str, chance: np.random.Generator) -> str:
 
 
 def _sizes(hang: hangs.Hang) -> tuple[int, ...]:
-    ranks = list(hang.reports)[:: max(1, len(hang.reports) // _SAMPLED)]
-    return tuple(len(encode("report", round=1, report=hang.reports[rank].to_json())) for rank in ranks)
+    ranks = list(hang.posts)[:: max(1, len(hang.posts) // _SAMPLED)]
+    return tuple(len(hang.posts[rank].data) for rank in ranks)
 
 
 def report_of(
