@@ -122,7 +122,7 @@ class Recovery:
         self.leaving = decision if is_leaving else self.leaving
         if is_reporter:
             self._report(decision)
-        elif self.job.copies_from(incident.logged_by):
+        elif self.job.copies_from(incident.logged_by) and not self.is_ending:
             self._record(decision)
         if is_leaving:
             time.sleep(_SECONDS_TO_REPORT / 2 if is_reporter else _SECONDS_TO_REPORT)

@@ -73,11 +73,9 @@ class ReplayParts:
     """See ``adapters.base.Adapter``."""
     on_incidents: Callable[[int, list[Incident]], None]
     """Called on every rank with a rank that has recorded incidents, and these."""
-    keeps_history: bool
-    """Whether this rank records which checkpoints can be trusted."""
+    keeps_history: bool  # whether this rank records which checkpoints can be trusted
     still_alive: Callable[[], None]
-    """Called repeatedly in a check that takes long because results differ, so that it is not taken for a
-    hang."""
+    """Called repeatedly in a check that takes long because results differ, which is no hang."""
 
 
 class _Ballot(NamedTuple):
@@ -427,10 +425,9 @@ class ReplayDriver:
         """Pass the incidents of all ranks to ``on_incidents``, if any rank has ``found`` one."""
         own, self._found = self._found, []
         if found:
-            by_rank = self._communicators.exchange([each.to_json() for each in own])
-            for rank, of_rank in enumerate(by_rank):
-                incidents = map(from_json, of_rank)
-                self._parts.on_incidents(rank, [each for each in incidents if isinstance(each, Incident)])
+            for rank, found_by in enumerate(self._communicators.exchange([each.to_json() for each in own])):
+                every = map(from_json, found_by)
+                self._parts.on_incidents(rank, [each for each in every if isinstance(each, Incident)])
 
     def _write(self, records: Sequence[EvidenceRecord]) -> None:
         with ExitStack() as writes:  # one record that cannot be written does not prevent the rest
