@@ -175,7 +175,13 @@ class ObserverProcess:
         assert self._client is None, "hubs are sent once"
         self._client = Client(self._context, self._spec.rank, self._spec.token, hubs)
         self._rounds = RoundClient(
-            self._trainer, self._client, self.config, self._report_locally, self._adopt, self._try_candidate
+            self._trainer,
+            self._client,
+            self.config,
+            self._report_locally,
+            self._adopt,
+            self._try_candidate,
+            self._spec.size,
         )
         for socket in self._client.sockets:
             self._poller.register(socket, zmq.POLLIN)
