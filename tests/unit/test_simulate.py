@@ -203,3 +203,12 @@ def test_the_command_prints_one_document():
     assert wanted <= found.keys()
     assert (found["ranks"], found["scenarios"], found["seed"]) == (32, 19, 5)
     assert result.exit_code == (0 if found["goals"]["wrong_rate"] else 1)
+
+
+def test_an_interrupted_run_reports_what_it_has_decided():
+    def show(decided: runner.Decided) -> None:
+        if decided.index == 4:
+            raise KeyboardInterrupt
+
+    report = runner.report_of(SMALL, 100, seed=1, show=show)
+    assert (report["scenarios"], report["interrupted"]) == (5, True)

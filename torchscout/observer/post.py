@@ -182,12 +182,11 @@ class Post:
 
     def report(self) -> RankReport:
         """Read everything."""
-        flags, rest, (lines, progress) = self.header.flags, self.rest, self._read()
-        status = RankStatus(self.header.rank, self.process, progress, MAYBE[flags >> WAITING & 3])
+        flags, rest = self.header.flags, self.rest
         stalled = rest.get("stalled")
         return RankReport(
-            status=status,
-            lines=tuple(line for line in lines if line.members),
+            status=self.status(),
+            lines=tuple(line for line in self._lines() if line.members),
             gone_seconds=self.gone_seconds,
             stalled=None if stalled is None else Progress.from_json(stalled),
             operations=rest.get("operations"),
@@ -195,60 +194,63 @@ class Post:
             **{name: bool(flags & FLAGS[name]) for name in PLAIN},
         )
 
-    def _read(self) -> tuple[list[CommGroup], Progress | None]:
-        header, flags, data = self.header, self.header.flags, self.data
-        _, operations_at, runs_at, phrases_at, strings_at, _ = self.starts
-        rows, phrases = list(self.rows()), list(PHRASE.iter_unpack(data[phrases_at:strings_at]))
-        runs = RUN.iter_unpack(data[runs_at:phrases_at])
-        strings = _strings(
-            data,
-            strings_at,
-            [*(n for row in rows for n in (row.key, row.name)), *(length for _, length in phrases)],
-        )
-        lines = []
+    def status(self) -> RankStatus:
+        """Read everything but the lines, which may have as many members as the job has ranks."""
+        flags = self.header.flags
+        progress = self._progress() if flags & FLAGS["has_progress"] else None
+        return RankStatus(self.header.rank, self.process, progress, MAYBE[flags >> WAITING & 3])
+
+    def _lines(self) -> Iterator[CommGroup]:
+        _, _, runs_at, phrases_at, strings_at, _ = self.starts
+        rows = list(self.rows())
+        runs = RUN.iter_unpack(self.data[runs_at:phrases_at])
+        strings = _strings(self.data, strings_at, [length for row in rows for length in (row.key, row.name)])
         for row in rows:
             members = tuple(
                 first + stride * place
                 for first, stride, count in (next(runs) for _ in range(row.runs))
                 for place in range(count)
             )
-            lines.append(CommGroup(next(strings), members, next(strings), bool(row.flags & PAIR)))
-        if not flags & FLAGS["has_progress"]:
-            return lines, None
-        texts, splits = list(strings), self.rest.get("splits", {})
+            yield CommGroup(next(strings), members, next(strings), bool(row.flags & PAIR))
+
+    def _progress(self) -> Progress:
+        header, flags, data = self.header, self.header.flags, self.data
+        _, operations_at, runs_at, phrases_at, strings_at, _ = self.starts
+        rows, phrases = list(self.rows()), list(PHRASE.iter_unpack(data[phrases_at:strings_at]))
+        lengths = [length for row in rows for length in (row.key, row.name)]
+        strings = list(_strings(data, strings_at, [*lengths, *(length for _, length in phrases)]))
+        keys, texts, splits = (
+            strings[: len(lengths) : 2],
+            strings[len(lengths) :],
+            self.rest.get("splits", {}),
+        )
         recent: list[tuple[int, IssuedOp]] = []
         packed = OPERATION.iter_unpack(data[operations_at:runs_at])
-        for row, line in zip(rows, lines, strict=True):
+        for row, key in zip(rows, keys, strict=True):
             for _ in range(row.operations):
                 digest, age, order, phrase = next(packed)
                 sends, receives = splits.get(str(order), (None, None))
-                recent.append(
-                    (
-                        order,
-                        IssuedOp(
-                            line=line.key,
-                            number=row.issued - age,
-                            fingerprint=phrases[phrase][0],
-                            digest=digest,
-                            text=texts[phrase],
-                            sends=None if sends is None else tuple(sends),
-                            receives=None if receives is None else tuple(receives),
-                        ),
-                    )
+                issued = IssuedOp(
+                    line=key,
+                    number=row.issued - age,
+                    fingerprint=phrases[phrase][0],
+                    digest=digest,
+                    text=texts[phrase],
+                    sends=None if sends is None else tuple(sends),
+                    receives=None if receives is None else tuple(receives),
                 )
-        return lines, Progress(
+                recent.append((order, issued))
+        return Progress(
             rank=header.rank,
             step=header.step,
             operation=header.operation,
             phase=PHASES[flags >> PHASE & 15],
-            issued={line.key: row.issued for line, row in zip(lines, rows, strict=True)},
+            issued={key: row.issued for key, row in zip(keys, rows, strict=True)},
             recent=tuple(issued for _, issued in sorted(recent, key=lambda each: each[0])),
             at_communication=bool(flags & FLAGS["at_communication"]),
             silent_seconds=header.silent_seconds,
             device_step=None if header.device_step < 0 else header.device_step,
-            entered={
-                line.key: row.entered for line, row in zip(lines, rows, strict=True) if row.entered >= 0
-            },
+            entered={key: row.entered for key, row in zip(keys, rows, strict=True) if row.entered >= 0},
             device_busy=MAYBE[flags >> BUSY & 3],
             captured=header.captured,
         )

@@ -35,6 +35,7 @@ from torchscout.observer.rank_report import RankReport
 from torchscout.observer.record.directory import End, news_of
 from torchscout.observer.reported_incidents import Finding
 from torchscout.observer.round_client import RoundClient
+from torchscout.observer.round_reports import Reports
 from torchscout.observer.silence import threshold
 from torchscout.observer.spec import ObserverSpec, mesh_from
 from torchscout.observer.trainer import Ending, TrainerView
@@ -174,7 +175,13 @@ class ObserverProcess:
         assert self._client is None, "hubs are sent once"
         self._client = Client(self._context, self._spec.rank, self._spec.token, hubs)
         self._rounds = RoundClient(
-            self._trainer, self._client, self.config, self._report_locally, self._adopt, self._try_candidate
+            self._trainer,
+            self._client,
+            self.config,
+            self._report_locally,
+            self._adopt,
+            self._try_candidate,
+            self._spec.size,
         )
         for socket in self._client.sockets:
             self._poller.register(socket, zmq.POLLIN)
@@ -268,10 +275,9 @@ class ObserverProcess:
     ) -> None:
         """Report that a diagnosis failed. The hub goes on: the standby would fail in the same way."""
         _log_error(error)
-        steps = (each.status.progress.step for each in reports.values() if each.status.progress)
         self._report_locally(
             EvidenceRecord(
-                step=max(steps, default=0),
+                step=Reports.of(reports).last_step,
                 surface=surface,
                 manifestation=manifestation,
                 peers=tuple(sorted(reports)),

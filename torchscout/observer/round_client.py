@@ -27,7 +27,7 @@ from torchscout.observer import stacks
 from torchscout.observer.protocol import HUBS_AT_FIRST, Client, Message
 from torchscout.observer.rank_report import RankReport
 from torchscout.observer.reported_incidents import Finding
-from torchscout.observer.silence import SilenceDetector
+from torchscout.observer.silence import SilenceDetector, seconds_for
 from torchscout.observer.trainer import Ending, SurveySchedule, TrainerView
 
 __all__ = ["Election", "RoundClient"]
@@ -123,8 +123,11 @@ class RoundClient:
         record: Callable[[EvidenceRecord], None],
         on_outcome: Callable[[int, Finding | None], None],
         on_election: Callable[[int], None],
+        size: int = 1,
     ) -> None:
+        """``size``: the number of ranks, with which time limits grow."""
         self.trainer = trainer
+        self._size = size
         self.silence = SilenceDetector(config)
         self.surveys = SurveySchedule(config)
         self.rounds = 0
@@ -149,6 +152,10 @@ class RoundClient:
         """What ``leave`` sends."""
         self._left_hubs: set[int] = set()
         """Hubs that have received it."""
+
+    @property
+    def _failover_seconds(self) -> float:
+        return seconds_for(self.silence.config.failover_seconds, self._size)
 
     @property
     def is_announcing(self) -> bool:
@@ -227,7 +234,7 @@ class RoundClient:
             self._survey_hub = (self._survey_hub + 1) % len(self._client.sockets)
 
     def _announce(self, now: float) -> None:
-        self._announcement = _Announcement(None, now + self.silence.config.failover_seconds)
+        self._announcement = _Announcement(None, now + self._failover_seconds)
         self._ask_one_of(self.election.order(), now)
 
     def _ask_one_of(self, hubs: Sequence[int], now: float) -> None:
@@ -238,14 +245,14 @@ class RoundClient:
         finding = self._finding.to_json() if insistent and self._finding is not None else None
         for hub in hubs:
             if self._client.send(hub, "announce", insistent=insistent, finding=finding):
-                self._announcement = _Announcement(hub, now + config.failover_seconds)
+                self._announcement = _Announcement(hub, now + self._failover_seconds)
                 if hub < HUBS_AT_FIRST:  # an elected one is in charge once it has answered
                     self._hub_in_charge = hub
                 return
         if self._announcement.hub is None and now < self._announcement.until:
             return  # a connection may be coming up
         if self.election.hold(now, config.election_seconds):
-            self._announcement = _Announcement(None, now + config.failover_seconds)
+            self._announcement = _Announcement(None, now + self._failover_seconds)
         else:
             self._announcement = None
             self._give_up(now)

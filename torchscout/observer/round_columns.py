@@ -179,7 +179,7 @@ class _Statuses(Mapping[int, RankStatus]):
         self._reports = reports
 
     def __getitem__(self, rank: int) -> RankStatus:
-        return self._reports[rank].status
+        return self._reports.status(rank)
 
     def __contains__(self, rank: object) -> bool:
         return rank in self._reports

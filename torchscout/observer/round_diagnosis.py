@@ -74,7 +74,7 @@ def compare_phases(reports: Mapping[int, RankReport], diagnosis: PhaseDiagnosis)
 
 def _is_excused(incident: Incident, reports: Reports) -> bool:
     """Return whether all ranks that it names are within their allowance, and nobody is about to be ended."""
-    is_allowed = all(rank in reports and reports[rank].excused for rank in incident.ranks)
+    is_allowed = all(rank in reports and reports.says(rank, "excused") for rank in incident.ranks)
     return is_allowed and not reports.flags & FLAGS["is_pressed"]
 
 
@@ -84,15 +84,15 @@ def _cause_of_timeout(reports: Reports, mesh: Mesh) -> Incident | None:
     NCCL's watchdog and Gloo's timeout end the ranks that wait, not the rank that they wait for.
     """
     gone = _first_gone(reports)
-    if not gone or any(reports[rank].stalled is None for rank in gone):
+    if not gone or any(reports.stalled(rank) is None for rank in gone):
         return None
     statuses = [
-        report.status
-        if report.stalled is None
-        else replace(report.status, process=Process.RUNNING, progress=report.stalled, waiting=None)
-        for report in reports.values()
+        reports.status(rank)
+        if (stalled := reports.stalled(rank)) is None
+        else replace(reports.status(rank), process=Process.RUNNING, progress=stalled, waiting=None)
+        for rank in reports
     ]
-    lines = {line.key: line for each in reports.values() for line in each.lines}
+    lines = table_of(reports).lines
     incident = diagnose(statuses, lines, mesh)
     if incident is None or not set(gone).isdisjoint(incident.ranks):
         return None
@@ -122,7 +122,7 @@ def _first_gone(reports: Reports) -> list[int]:
     longest = max(reports.gone.values(), default=0.0)
     first = sorted(rank for rank, seconds in reports.gone.items() if seconds >= longest - _TOGETHER_SECONDS)
     # A peer that loses its connection to a killed trainer may fail within that time.
-    return [rank for rank in first if reports[rank].was_killed] or first
+    return [rank for rank in first if reports.says(rank, "was_killed")] or first
 
 
 def _lost_machines(reports: Reports, mesh: Mesh) -> list[int]:
@@ -192,7 +192,7 @@ def _sentence(reports: Reports, gone: Sequence[int], mesh: Mesh) -> str:
         shown = ", ".join(map(str, gone[:8])) + (", ..." if len(gone) > 8 else "")
         return f"The trainers of ranks {shown} ended before they had finished."
     (rank,) = gone
-    host, progress = mesh.host_of(rank), reports[rank].status.progress
+    host, progress = mesh.host_of(rank), reports.status(rank).progress
     who = f"rank {rank}" if host is None else f"rank {rank} on {host}"
     where = "" if progress is None else f", in {progress.phase.in_words} of step {progress.step}"
     return f"The trainer of {who} ended before it had finished{where}."
@@ -207,15 +207,15 @@ def _shown(reports: Reports, incident: Incident) -> list[EvidenceRecord]:
     shown = [rank for rank in with_stack if rank in suspects][:_SUSPECTS]
     shown += [rank for rank in with_stack if rank not in suspects][:_VICTIMS]
     ordered = [*sorted(suspects), *sorted(reports.keys() - suspects)][: _SUSPECTS + _VICTIMS]
-    return [_stack(reports[rank].status, incident) for rank in shown] + [
+    return [_stack(reports.status(rank), incident) for rank in shown] + [
         _record(
             incident,
             "flight_recorder",
             f"operations of rank {rank} that are not over, by the Flight Recorder: shown, not compared",
-            {"rank": rank, **(reports[rank].operations or {})},
+            {"rank": rank, **operations},
         )
         for rank in ordered
-        if rank in reports and reports[rank].operations is not None
+        if rank in reports and (operations := reports.posts[rank].rest.get("operations")) is not None
     ]
 
 

@@ -105,12 +105,19 @@ def _sizes(hang: hangs.Hang) -> tuple[int, ...]:
 def report_of(
     layout: Layout, scenarios: int, seed: int, show: Callable[[Decided], None] | None = None
 ) -> dict[str, Any]:
-    """Run the scenarios and return the report as plain JSON."""
-    decided = []
-    for each in run(layout, scenarios, seed):
-        decided.append(each)
-        if show is not None:
-            show(each)
+    """Run the scenarios and return the report as plain JSON.
+
+    If it is interrupted (``KeyboardInterrupt``), the report is about the scenarios until then.
+    """
+    decided: list[Decided] = []
+    try:
+        for each in run(layout, scenarios, seed):
+            decided.append(each)
+            if show is not None:
+                show(each)
+    except KeyboardInterrupt:
+        if not decided:
+            raise
     outcomes = Counter(each.score.outcome for each in decided)
     families: dict[str, Counter[str]] = defaultdict(Counter)
     for each in decided:
@@ -120,6 +127,7 @@ def report_of(
         "degrees": layout.degrees,
         "ranks": layout.ranks,
         "scenarios": len(decided),
+        "interrupted": len(decided) < scenarios,
         "seed": seed,
     }
     for outcome in Outcome:

@@ -85,9 +85,10 @@ def of_coordinates(evidence: HangEvidence, ranks: Sequence[int]) -> list[Evidenc
     records = []
     for group in list(groups)[:MOST]:
         members = np.array(group.ranks)
-        peers = tuple(members[_shown(evidence, members, ranks)].tolist())
+        shown = _shown(evidence, members, ranks)
+        peers = tuple(members[shown].tolist())
         if len(peers) > 1:
-            verdict = exact([_coordinate(evidence, rank) for rank in peers])
+            verdict = exact(_coordinates(evidence, members[shown]))
             records.append(_record(evidence, "coordinate", peers, verdict, ranks))
         else:
             reason = f"rank {group.ranks[0]} has no equivalent peer that answered"
@@ -124,9 +125,11 @@ def _shown(evidence: HangEvidence, ranks: Ints, suspects: Collection[int]) -> Bo
     return evidence.columns.answered[ranks] | np.isin(ranks, list(suspects))
 
 
-def _coordinate(evidence: HangEvidence, rank: int) -> int:
-    progress = evidence.progress(rank)
-    return -1 if progress is None else (progress.step << 32) + progress.operation
+def _coordinates(evidence: HangEvidence, ranks: Ints) -> list[int]:
+    columns = evidence.columns
+    coordinates = (columns.step[ranks] << 32) + columns.operation[ranks]
+    found: list[int] = np.where(columns.published[ranks], coordinates, -1).tolist()
+    return found
 
 
 def _context(evidence: HangEvidence, rank: int) -> dict[str, Any]:
