@@ -44,7 +44,7 @@ _POST_SECONDS = 5e-5
 
 
 def seconds_for(seconds: float, size: int) -> float:
-    """Return a time limit of the hub as it applies to a job of ``size`` ranks: a hub that reads the posts of
+    """Return a time limit of a hub as it applies to a job of ``size`` ranks: a hub that reads the posts of
     many ranks is busy, not lost."""
     return seconds + max(0, size - _SMALL_JOB) * _POST_SECONDS
 
