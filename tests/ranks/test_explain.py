@@ -140,7 +140,7 @@ def timed_out(rank: int, training: dist.ProcessGroup, other: dist.ProcessGroup) 
     dist.barrier(group=brief)
     if rank != 2:
         # The first rank to give up closes its connections, and the others may see that first.
-        with pytest.raises(RuntimeError, match="Timed out|Connection closed"):
+        with pytest.raises(RuntimeError, match=r"Timed out|Connection closed"):
             dist.all_reduce(torch.ones(5), group=brief)
 
 

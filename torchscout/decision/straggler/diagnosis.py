@@ -46,8 +46,9 @@ class Baseline:
         return {
             record.layer
             for key, found in _by_work(records).items()
+            if (level := self._levels.get(key)) is not None
             for record in found
-            if key in self._levels and self._levels[key].would_confirm(record)
+            if level.would_confirm(record)
         }
 
     def observe(self, records: Sequence[EvidenceRecord]) -> list[Incident]:
@@ -250,12 +251,12 @@ class Stragglers:
 
         A rank that only waited for a core, or for a device that it shares, is fast the next time.
         """
-        computation = timings.computation()
+        computation = timings.computation
         return self._ranks.suspicious_layers(computation) | self._job.suspicious_layers(computation)
 
     def observe(self, timings: Timings) -> Slowness:
         """Add the times of one check."""
-        computation = timings.computation()
+        computation = timings.computation
         times, communication = timings.communication()
         records = [*computation, *communication]
         incidents = [
