@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from bisect import bisect_left
 from collections import defaultdict, deque
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
@@ -264,4 +265,10 @@ class Stragglers:
             *self._groups.observe(timings.step, times, communication),
             *self._job.observe(records),
         ]
-        return Slowness(incidents, [record for record in records if self._rank in record.peers])
+        return Slowness(incidents, [record for record in records if _has(record.peers, self._rank)])
+
+
+def _has(peers: Sequence[int], rank: int) -> bool:
+    """Whether a rank is among peers, which are ascending and may be thousands."""
+    place = bisect_left(peers, rank)
+    return place < len(peers) and peers[place] == rank

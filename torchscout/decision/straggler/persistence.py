@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from torchscout.decision.consensus import MANY, Status, median, robust_scale
+from torchscout.decision.consensus import MANY, Status, dispersion_of, robust_scale
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from torchscout.config import StragglerConfig
+    from torchscout.decision.consensus import Dispersion
     from torchscout.decision.record import EvidenceRecord
 
 __all__ = ["Persistence", "SlowRun", "Times"]
@@ -72,13 +73,19 @@ class Spread(NamedTuple):
 class Times:
     """The usable durations of one comparison, in milliseconds: an array, since a large job has many."""
 
-    def __init__(self, ranks: npt.NDArray[np.int64], times: npt.NDArray[np.float64]) -> None:
+    def __init__(
+        self,
+        ranks: npt.NDArray[np.int64],
+        times: npt.NDArray[np.float64],
+        dispersion: Dispersion | None = None,
+    ) -> None:
         """``times`` are those of ``ranks``: at least two, finite and positive."""
         self._ranks, self._times = ranks, times
-        is_pair, slowest = len(times) == 2, int(times.argmax())
-        self.reference = float(times.min() if is_pair else median(times))
+        slowest = int(times.argmax())
+        center, scale = dispersion or dispersion_of(times)
+        self.reference = float(times.min()) if len(times) == 2 else center
         """The median of the peers; of two peers, the faster one."""
-        scale = without_slowest = robust_scale(times, None if is_pair else self.reference)
+        without_slowest = scale
         if 2 < len(times) < MANY:  # one of many does not change it
             without_slowest = robust_scale(np.delete(times, slowest))
         self.spread = Spread(int(ranks[slowest]), scale / self.reference, without_slowest / self.reference)
@@ -95,16 +102,21 @@ class Times:
 
     @classmethod
     def remember(
-        cls, record: EvidenceRecord, ranks: npt.NDArray[np.int64], values: npt.NDArray[np.float64]
+        cls,
+        record: EvidenceRecord,
+        ranks: npt.NDArray[np.int64],
+        values: npt.NDArray[np.float64],
+        dispersion: Dispersion | None = None,
     ) -> Times | None:
-        """The same for a record of which peers and evidence are known as arrays."""
+        """The same for a record of which peers and evidence are known as arrays, and perhaps the dispersion
+        of the evidence."""
         assert record.verdict is not None
         usable = np.isfinite(values) & (values > 0)
         if not usable.all():
-            ranks, values = ranks[usable], values[usable]
+            ranks, values, dispersion = ranks[usable], values[usable], None
         # Two peers that disagree are usable; in any other inconclusive round most peers were not timed.
         is_unsettled = record.verdict.status is Status.INCONCLUSIVE and len(values) != 2
-        found = None if len(values) < 2 or is_unsettled else cls(ranks, values)
+        found = None if len(values) < 2 or is_unsettled else cls(ranks, values, dispersion)
         earlier = next((each.step for each, _ in _recent.values()), record.step)
         if len(_recent) >= _MOST_RECENT or earlier != record.step:
             _recent.clear()

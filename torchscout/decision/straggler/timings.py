@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from itertools import pairwise
+from itertools import pairwise, repeat
 from typing import NamedTuple
 
 import numpy as np
@@ -101,23 +101,30 @@ class Timings:
             rank += int(left[rank:].argmax())
             peers, members = self._peers_of(rank, role, is_update)
             # A rank that could not replay has no times, and other sizes are other work.
-            having = values.is_there[members]
-            ranks = peers.ranks if having.all() else tuple(members[having].tolist())
             left[members] = False
+            ranks, having = peers.ranks, values.is_there[members]
+            if not having.all():
+                members = members[having]
+                ranks = tuple(members.tolist())
             if len(ranks) >= 2:
-                times = values.milliseconds[members[having]]
+                times = values.milliseconds[members]
+                is_large = len(times) >= consensus.MANY and np.isfinite(times).all()
+                dispersion = consensus.dispersion_of(times) if is_large else None
                 record = EvidenceRecord(
                     step=self.step,
                     surface=surface,
                     manifestation=Manifestation.STRAGGLER,
                     peers=ranks,
                     verdict=consensus.statistical(
-                        times, kappa=self._config.kappa, ratio=self._config.min_slowdown_ratio
+                        times,
+                        kappa=self._config.kappa,
+                        ratio=self._config.min_slowdown_ratio,
+                        dispersion=dispersion,
                     ),
                     layer=values.layers[rank] or None,
                     shape=shape,
                 )
-                Times.remember(record, members[having], times)
+                Times.remember(record, members, times, dispersion)
                 yield record
 
     def _peers_of(self, rank: int, role: LayerKind, is_update: bool) -> tuple[PeerGroup, _Ranks]:
@@ -202,10 +209,10 @@ class _Groups(NamedTuple):
         )
 
     def times(self, surface: Surface, axis: str) -> Iterator[CollectiveTime]:
-        members, columns = self.members.tolist(), (self.totals.tolist(), self.elements.tolist())
-        bounds = pairwise(self.starts.tolist())
-        for (begin, end), total, elements in zip(bounds, *columns, strict=True):
-            yield CollectiveTime(axis, tuple(members[begin:end]), surface, total, (elements,))
+        members = self.members.tolist()
+        groups = (tuple(members[begin:end]) for begin, end in pairwise(self.starts.tolist()))
+        shapes = zip(self.elements.tolist(), strict=True)
+        return map(CollectiveTime, repeat(axis), groups, repeat(surface), self.totals.tolist(), shapes)
 
 
 def _slowest(parts: Sequence[_Groups], size: int) -> Iterator[tuple[int, _ByRank]]:
@@ -217,8 +224,10 @@ def _slowest(parts: Sequence[_Groups], size: int) -> Iterator[tuple[int, _ByRank
         np.concatenate([np.repeat(column, count) for column, count in zip(columns, counts, strict=True)])
         for columns in zip(*((each.totals, each.elements, each.layers) for each in parts), strict=True)
     )
-    order = np.lexsort((-times, ranks))
-    order = order[_changes(ranks[order])]
+    order = np.arange(len(ranks))
+    if len(ranks) and np.bincount(ranks).max() > 1:
+        order = np.lexsort((-times, ranks))
+        order = order[_changes(ranks[order])]
     of_rank = np.full(size, "", np.object_)
     of_rank[ranks[order]] = layers[order]
     for each in dict.fromkeys(elements[order].tolist()):
