@@ -7,7 +7,7 @@ process group, and counts for each of its members.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from itertools import pairwise, repeat
 from typing import NamedTuple
@@ -209,8 +209,12 @@ class _Groups(NamedTuple):
         )
 
     def times(self, surface: Surface, axis: str) -> Iterator[CollectiveTime]:
-        members = self.members.tolist()
-        groups = (tuple(members[begin:end]) for begin, end in pairwise(self.starts.tolist()))
+        members, sizes = self.members.tolist(), {*np.diff(self.starts).tolist()}
+        groups: Iterable[tuple[int, ...]]
+        if len(sizes) == 1:  # as usual, and faster
+            groups = zip(*[iter(members)] * sizes.pop(), strict=True)
+        else:
+            groups = (tuple(members[begin:end]) for begin, end in pairwise(self.starts.tolist()))
         shapes = zip(self.elements.tolist(), strict=True)
         return map(CollectiveTime, repeat(axis), groups, repeat(surface), self.totals.tolist(), shapes)
 
