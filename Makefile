@@ -15,11 +15,11 @@ demo: $(READY)  ## a slow rank, a flipped bit and a hang, each named and recover
 	$(BIN)/scout demo
 
 test: $(READY)  ## tests that need no accelerator, but for the long ones
-	$(BIN)/python -m pytest -n 2 --dist worksteal
+	$(BIN)/python -m pytest -n 3 --dist worksteal
 
 # Ranks of several tests share two cores there, so a test that fails is run once more, alone, and must pass.
 test-ci: $(READY)  ## what CI runs: these and the tests that take 9 seconds and more
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow and not gpu" || { \
+	$(BIN)/python -m pytest -n 3 --dist worksteal -m "not slow and not gpu" || { \
 	echo "The tests that failed are run once more, alone. One that passes now depends on the load: mend it."; \
 	$(BIN)/python -m pytest -m "not slow and not gpu" --last-failed --last-failed-no-failures none; }
 

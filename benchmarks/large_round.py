@@ -9,17 +9,18 @@ tensor group, one of its replica group, and one of the whole job.
 from __future__ import annotations
 
 import functools
-import json
 import time
 from collections.abc import Iterator
-from dataclasses import asdict
 from typing import Any
 
-from torchscout.decision.hang.diagnosis import diagnose
 from torchscout.decision.progress import CommGroup, IssuedOp, Phase, Process, Progress, RankStatus
 from torchscout.mesh import Mesh
-from torchscout.observer.protocol import RankReport, Tally, decode, encode
-from torchscout.observer.record.layout import RECENT, line_text
+from torchscout.observer.post import Post
+from torchscout.observer.post_writer import post_of
+from torchscout.observer.rank_report import RankReport
+from torchscout.observer.record.layout import RECENT
+from torchscout.observer.round_diagnosis import conclude
+from torchscout.observer.round_reports import Reports
 
 TENSOR = 8
 STEP = 40
@@ -57,16 +58,14 @@ def seconds_of_round(large: LargeRound) -> dict[str, float]:
 
     Of the processor, not of the clock: minutes of somebody else's work would pass for growth.
     """
-    reports, shared, read_ns, times = [], {}, 0, []
+    posts, read_ns, times = [], 0, []
     for message in large.messages():
         begin = time.process_time_ns()
-        reports.append(RankReport.from_json(decode(message, Tally())["report"], shared))
+        posts.append(Post(message, len(large.mesh)))
         read_ns += time.process_time_ns() - begin
-    statuses = [report.status for report in reports]
-    lines = {line.key: line for report in reports for line in report.lines}
     for _ in range(3):
         begin = time.process_time_ns()
-        incident = diagnose(statuses, lines, large.mesh)
+        incident = conclude(Reports(dict(enumerate(posts))), large.mesh)
         times.append(time.process_time_ns() - begin)
         assert incident.ranks == (large.culprit,), incident.sentence
     return {"read": read_ns / 1e9, "diagnose": min(times) / 1e9}
@@ -85,27 +84,19 @@ class LargeRound:
         self._replica = [
             CommGroup(f"replica.{t}", tuple(range(t, size, TENSOR)), "dp") for t in range(TENSOR)
         ]
-        # What many ranks say alike is put into words once.
         self._issued = functools.cache(_issued)
-        self._texts = {line.key: line_text(line).decode() for line in (*self._replica, self._world)}
 
     def messages(self) -> Iterator[bytes]:
         """Each rank's report, as it arrives at the hub."""
         for rank in range(len(self.mesh)):
-            report, recent = self._report(rank)
-            tensor, replica, world = self._lines(rank)
-            lines = line_text(tensor).decode() + self._texts[replica.key] + self._texts[world.key]
-            document = {**report.to_json(), "lines": lines}
-            message = encode("report", round=1, report=document)
-            yield message.replace(b'"recent":[]', b'"recent":[%b]' % b",".join(recent))
+            yield post_of(self._report(rank), 1)
 
     def _lines(self, rank: int) -> tuple[CommGroup, CommGroup, CommGroup]:
         first = rank - rank % TENSOR
         tensor = CommGroup(f"tensor.{first}", tuple(range(first, first + TENSOR)), "tp")
         return tensor, self._replica[rank % TENSOR], self._world
 
-    def _report(self, rank: int) -> tuple[RankReport, list[bytes]]:
-        """And what it has issued, which is left out of the report."""
+    def _report(self, rank: int) -> RankReport:
         is_late, beside = rank == self.culprit, rank // TENSOR == self.culprit // TENSOR
         tensor, replica, world = self._lines(rank)
         program = [tensor, tensor, tensor, replica, world] * (RECENT // 5 + 2)
@@ -123,17 +114,17 @@ class LargeRound:
             operation=5 - back,
             phase=Phase.BACKWARD,
             issued=issued,
-            recent=(),
+            recent=tuple(recent[-RECENT:]),
             at_communication=not is_late,
             silent_seconds=6.0,
         )
         is_gone = is_late and self._gone
         process = Process.GONE if is_gone else Process.RUNNING
         status = RankStatus(rank, process, progress, waiting=None if is_gone else not is_late)
-        return RankReport(status, (), gone_seconds=7.0 if is_gone else None), recent[-RECENT:]
+        lines = (tensor, replica, world)
+        return RankReport(status, lines, gone_seconds=7.0 if is_gone else None)
 
 
-def _issued(line: str, number: int) -> bytes:
+def _issued(line: str, number: int) -> IssuedOp:
     digest = 0x9E37_79B9_7F4A_7C15 * number >> 8
-    issued = IssuedOp(line, number, 0xFEED_5EED_0123_4567, digest, "all_reduce bfloat16[8192,4096] sum")
-    return json.dumps(asdict(issued), separators=(",", ":")).encode()
+    return IssuedOp(line, number, 0xFEED_5EED_0123_4567, digest, "all_reduce bfloat16[8192,4096] sum")

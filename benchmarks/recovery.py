@@ -119,6 +119,7 @@ def start_agent(folder: Path, fault: str, number: int) -> subprocess.Popen[bytes
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # for restarts over Gloo: see docs/doctor.md
         "TORCHSCOUT_MEMORY": str(folder / f"memory-{number}"),
         "OMP_NUM_THREADS": "1",
+        "PYTHONDONTWRITEBYTECODE": "",  # an installed package is not compiled in each process
     }
     with (folder / f"agent-{number}.txt").open("wb") as log:
         return subprocess.Popen(

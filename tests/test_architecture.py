@@ -31,13 +31,13 @@ FLOORS["session"] = set(FLOORS)
 FLOORS["metrics"] = {"ground", "decision", "session"}
 FLOORS["attach"] = set(FLOORS)
 FLOORS["launch"] = set(FLOORS)
+FLOORS["report"] = {"ground", "decision", "observer"}
 FLOORS["preflight"] = set(FLOORS) - {"launch"}
-FLOORS["plugins"] = {"ground", "checkpoint", "adapters", "session", "attach"}
+FLOORS["plugins"] = {"ground", "decision", "checkpoint", "adapters", "session", "attach"}
 # Deliberate faults, real ranks for tests, the campaign, the simulator: production imports none of them.
 FLOORS["faults"] = {"ground", "decision", "collectives", "experts", "replay", "checkpoint", "adapters"}
 FLOORS["testing"] = {"ground", "experts", "observer"}
-FLOORS["report"] = {"ground", "decision", "observer"}
-FLOORS["campaign"] = set(FLOORS) - {"report"}
+FLOORS["campaign"] = set(FLOORS)
 FLOORS["simulate"] = {"ground", "decision", "observer", "campaign"}
 FLOORS["cli"] = set(FLOORS)
 BESIDES = ("faults/", "testing/", "campaign/", "simulate/", "cli/")

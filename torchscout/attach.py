@@ -40,7 +40,7 @@ from torchscout.config import (
 )
 from torchscout.decision.progress import Phase
 from torchscout.decision.record import Incident
-from torchscout.decision.recorder import JsonlRecorder
+from torchscout.decision.recorder import JsonlRecorder, record_one
 from torchscout.errors import CatalogError, ScoutError
 from torchscout.experts.coverage import Rows
 from torchscout.log import show_by_default
@@ -65,6 +65,7 @@ from torchscout.utils._torch import missing_names
 from torchscout.utils.cuda_graphs import before_replays, is_capturing
 from torchscout.utils.identity import device_name, host_name
 from torchscout.utils.network import interface_of_job
+from torchscout.utils.private_files import first_text, make_folders
 from torchscout.utils.reentrancy import in_own_work
 from torchscout.utils.text import listed
 
@@ -207,18 +208,25 @@ def _agree(adapter: Adapter, communicators: Communicators, run_dir: Path | str |
     """Exchange what all ranks must agree on. Token and run directory are rank 0's."""
     default = f"scout-run-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
     device = device_of(stages_of(adapter.model))
-    facts = communicators.exchange(
-        {
-            "host": host_name(),
-            "device": "" if device is None else device_name(torch.cuda.get_device_properties(device)),
-            "token": secrets.token_hex(32),
-            "run_dir": str(Path(run_dir or default).absolute()),
-        }
-    )
+    name = "" if device is None else device_name(torch.cuda.get_device_properties(device))
+    fact = {"host": host_name(), "device": name}
+    if dist.get_rank() == 0:  # what ranks send alike travels once
+        fact |= {"token": secrets.token_hex(32), "run_dir": str(Path(run_dir or default).absolute())}
+    facts = communicators.exchange(fact)
     hosts = [fact["host"] for fact in facts]
     token, agreed_dir = facts[0]["token"], Path(facts[0]["run_dir"])
     devices = [fact["device"] for fact in facts]
-    return Job(dist.get_rank(), adapter.mesh(hosts), hosts, token, agreed_dir, address, devices)
+    directories = communicators.exchange(_directory(agreed_dir))
+    return Job(dist.get_rank(), adapter.mesh(hosts), hosts, token, agreed_dir, address, devices, directories)
+
+
+def _directory(run_dir: Path) -> str | None:
+    """What identifies the run directory: machines that do not share it have different ones of this name."""
+    try:
+        make_folders(run_dir)
+        return first_text(run_dir / "directory", secrets.token_hex(16))
+    except OSError:  # what is written there later fails as well, and says so
+        return None
 
 
 def _checkpoints(base: _Base, config: CheckpointConfig, undo: ExitStack) -> CheckpointManager:
@@ -258,8 +266,10 @@ def _monitor(
     """Start to publish progress and to observe it; if that fails, the job runs without hang detection."""
     settings = {
         "straggler": StragglerConfig() if replay is None else replay.straggler,
-        "recovery": recovery.config if recovery.can_act else None,
-        "restarts": recovery.plan.restarts,
+        "recovery": recovery.config,
+        "plan": recovery.plan,
+        "plan_folders": tuple(map(str, recovery.plan_folders)),
+        "directory": str(Path.cwd()),
     }
     try:
         monitor = start_monitor(base.job, config, base.communicators, **settings)
@@ -291,7 +301,12 @@ def _incidents(
     job, record = base.job, None if monitor is None else monitor.writer.path
     path = None if record is None else news_of(record)
     present = [each for each in callbacks if each is not None]
-    incidents = IncidentCallback(job.rank, present, base.boundary.failed, path=path)
+
+    def copy(writer: int, incident: Incident) -> None:
+        if job.copies_from(writer):
+            base.boundary.guarded(lambda: record_one(job.run_dir, job.rank, incident))
+
+    incidents = IncidentCallback(job.rank, present, base.boundary.failed, path, copy)
     undo.callback(incidents.close)
     address, device = astuple(job.mesh.address_of(job.rank, LayerKind.DENSE)), job.devices[job.rank]
     entry = RankEntry.own(job.rank, record, len(job.mesh), address, device, interface_of_job())
@@ -341,6 +356,7 @@ def _replay(
             boundary=base.boundary,
             finish_update=adapter.finish_update,
             on_incidents=incidents.add,
+            keeps_history=job.rank == 0 or job.copies_from(0),
             still_alive=lambda: None if monitor is None else monitor.writer.advance(Phase.IDLE),
         )
         return RecoveringReplay(ReplayDriver(parts), parts, job.run_dir), ""

@@ -272,3 +272,14 @@ class Job:
     """See ``ObserverConfig.address``."""
     devices: Sequence[str] = ()
     """Every rank's device, as ``identity.device_name`` describes it; empty texts without an accelerator."""
+    directories: Sequence[str | None] = ()
+    """What identifies each rank's run directory: ranks of one file system have the same. None if it cannot be
+    written."""
+
+    def copies_from(self, writer: int) -> bool:
+        """Return whether this rank also records what ``writer`` records: in each run directory that is not
+        the writer's, the first rank does."""
+        own = self.directories[self.rank] if self.directories else None
+        if own is None or self.directories[writer] == own:
+            return False
+        return self.directories.index(own) == self.rank

@@ -307,7 +307,7 @@ class ObserverConfig:
     poll_seconds: float = 0.2
     """How often an observer looks at its trainer's progress."""
     round_deadline_seconds: float = 1.0
-    """How long a round waits for the reports of all observers; those that are missing then are absent."""
+    """How long a round waits for the next report; observers that have not reported by then are absent."""
     failover_seconds: float = 0.5
     """Observers use the standby once the hub has not answered for this long."""
     election_seconds: float = 15.0

@@ -54,6 +54,10 @@ class DamagedError(CheckpointError, ValueError):
 class UnavailableError(CheckpointError):
     """There is no generation that may be loaded and that is complete on every rank."""
 
+    def __init__(self, reason: str, ways_out: str = "") -> None:
+        super().__init__(f"{reason} {ways_out}".strip())
+        self.reason = reason
+
 
 class ObserverError(ScoutError):
     """A trainer's observer could not be started or does not answer."""

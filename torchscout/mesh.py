@@ -164,6 +164,11 @@ class Mesh:
     def address_of(self, rank: int, role: LayerKind | str | None = None) -> MeshAddress:
         return MeshAddress(*self._table(role)[self._known(rank)].tolist())
 
+    def rows(self, role: LayerKind | str | None = None) -> list[list[int]]:
+        """The coordinates of every rank, in the order of ``AXES``."""
+        rows: list[list[int]] = self._table(role).tolist()
+        return rows
+
     def degree(self, axis: Axis | str, role: LayerKind | str | None = None) -> int:
         key = (_axis(axis), LayerKind.EXPERT if role is None else LayerKind(role))
         if key not in self._degrees:
@@ -224,7 +229,9 @@ class Mesh:
     def summary(self) -> str:
         """The degrees of the axes and a digest of all addresses: equal for equal meshes only."""
         degrees = ", ".join(f"{axis} {self.degree(axis)}" for axis in AXES if self.degree(axis) > 1)
-        places = "\n".join(str(self.address_of(rank)) for rank in range(len(self)))
+        # As a ``MeshAddress`` is printed: digests of earlier versions are stored in checkpoints.
+        words = f"MeshAddress({', '.join(f'{axis}=%d' for axis in AXES)})"
+        places = "\n".join(words % tuple(row) for row in self.rows())
         digest = hashlib.blake2b(places.encode(), digest_size=6).hexdigest()
         return f"{degrees or 'one rank'} ({digest})"
 

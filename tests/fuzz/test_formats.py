@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from tests.support.mutation import bytes_mutant, document_mutant, text_mutant, tried
-from tests.unit.test_board import report
 from tests.unit.test_gate import train
 from tests.unit.test_record import AGREEMENTS, EVIDENCE, INCIDENT, NOT_CHECKED, RESOLVED, TIMES
 from torchscout.checkpoint import ledger
@@ -22,16 +21,15 @@ from torchscout.checkpoint.gate_state import CheckpointGate
 from torchscout.checkpoint.generation import Generation, TrustLevel
 from torchscout.checkpoint.storage.owner import Owner, refusal
 from torchscout.checkpoint.storage.shard_format import Blob, ShardIdentity, decode, encode
-from torchscout.cli.status import standing
 from torchscout.config import ObserverConfig, ReplayConfig, StragglerConfig
 from torchscout.decision.progress import CommGroup, Phase
 from torchscout.decision.recorder import JsonlRecorder, read
 from torchscout.errors import CheckpointError, TornRecordError
 from torchscout.observer import protocol
-from torchscout.observer.protocol import RankReport
 from torchscout.observer.record.directory import End, RankEntry, read_ends, read_roster
 from torchscout.observer.record.reader import ProgressReader
 from torchscout.observer.record.writer import ProgressWriter
+from torchscout.report.standing import standing
 
 
 def test_lock_owners():
@@ -93,15 +91,12 @@ def test_ends(tmp_path: Path):
 def test_messages():
     kinds = [
         {"kind": "announce", "insistent": False, "finding": None},
-        {"kind": "report", "round": 1, "report": report(0)},
         {"kind": "stack", "round": 1, "stack": "", "waiting": None},
         {"kind": "moved", "seconds": 1.5, "finding": None, "is_reporter": True},
     ]
 
     def attempt(chance: random.Random) -> None:
-        message = protocol.decode(text_mutant(chance, chance.choice(kinds)), protocol.Tally())
-        if message is not None and message["kind"] == "report":
-            protocol.encode("report", report=RankReport.from_json(message["report"], {}, 8).to_json())
+        protocol.decode(text_mutant(chance, chance.choice(kinds)), protocol.Tally())
 
     tried(attempt, protocol.MISTAKES)
 

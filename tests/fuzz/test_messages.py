@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import zmq
 
-from tests.support.mutation import bytes_mutant, document_mutant, text_mutant, tried
+from tests.support.mutation import bytes_mutant, text_mutant, tried
 from tests.support.replica_ranks import identity, seal, sealed_pieces
 from tests.unit.test_board import incident, report
 from torchscout.checkpoint.replication import messages as wire
@@ -32,8 +32,10 @@ from torchscout.decision.recorder import read
 from torchscout.mesh import Mesh
 from torchscout.observer import protocol
 from torchscout.observer.hub import Hub
+from torchscout.observer.post import HEADER, Post
+from torchscout.observer.post_writer import post_of
 from torchscout.observer.process import ObserverProcess
-from torchscout.observer.protocol import RankReport
+from torchscout.observer.rank_report import RankReport
 from torchscout.observer.record.writer import ProgressWriter
 from torchscout.observer.reported_incidents import Finding
 from torchscout.observer.spec import ObserverSpec, describe_mesh
@@ -79,12 +81,11 @@ def assigned(writer: ProgressWriter, folder: Path, **changes: Any) -> ObserverSp
     )
 
 
-def posted(writer: ProgressWriter) -> dict[str, Any]:
+def reported(writer: ProgressWriter) -> RankReport:
     """What the observer of this trainer would say, had it been silent for long."""
     trainer = TrainerView(writer.path, None)
     trainer.look(time.monotonic())
-    report = replace(trainer.report(CONFIG, 1e6, time.monotonic()), excused=False, moving=False)
-    return json.loads(json.dumps(report.to_json()))
+    return replace(trainer.report(CONFIG, 1e6, time.monotonic()), excused=False, moving=False)
 
 
 class _Job:
@@ -103,7 +104,7 @@ class _Job:
         self.now = 0.0
         for client in self.clients:
             assert client.sockets[0].poll(10_000, zmq.POLLOUT)
-        self.reports = [posted(writer) for writer in writers]
+        self.reports = [reported(writer) for writer in writers]
 
     def send(self, rank: int, message: bytes) -> None:
         self.clients[rank].sockets[0].send(message, zmq.NOBLOCK)
@@ -133,7 +134,7 @@ class _Job:
         self.forget()
         self.send(0, protocol.encode("announce", insistent=True))
         for rank in range(RANKS):
-            self.send(rank, protocol.encode("report", round=self.hub._rounds, report=self.reports[rank]))
+            self.send(rank, post_of(self.reports[rank], self.hub._rounds))
         self.pass_time()
         finding = self.hub._reported.finding
         return finding is not None and finding.ranks == (RANKS - 1,)
@@ -152,16 +153,12 @@ def job(writers: list[ProgressWriter], tmp_path: Path) -> Iterator[_Job]:
     job.close()
 
 
-def messages_to_a_hub(reports: list[dict[str, Any]], rank: int, number: int) -> list[dict[str, Any]]:
-    gone = report(rank, gone_seconds=3.0)
+def messages_to_a_hub(number: int) -> list[dict[str, Any]]:
     return [
         {"kind": "announce", "insistent": True},
         {"kind": "announce", "insistent": True, "finding": Finding.of(incident(1), {}).to_json()},
         {"kind": "survey"},
-        {"kind": "report", "round": number, "report": reports[rank]},
-        {"kind": "report", "round": number, "report": gone},
         {"kind": "stack", "round": number, "stack": "File x, line 1", "waiting": True},
-        {"kind": "leave", "report": reports[rank]},
         {
             "kind": "moved",
             "seconds": 1.5,
@@ -172,15 +169,20 @@ def messages_to_a_hub(reports: list[dict[str, Any]], rank: int, number: int) -> 
     ]
 
 
-def lines_mutant(chance: random.Random, report: dict[str, Any]) -> str:
-    """The groups of a report, which are JSON texts of their own."""
-    lines = [json.loads(line) for line in report["lines"].splitlines()]
-    place = chance.randrange(len(lines))
-    if chance.random() < 0.8:
-        lines[place] = document_mutant(chance, lines[place])
-    else:  # few members by their sum, and too many to keep
-        lines[place] = {**lines[place], "members": [[0, 1, -(10**12)], [0, 1, 10**12 + 2]]}
-    return "".join(json.dumps(line) + "\n" for line in lines)
+def post_mutant(chance: random.Random, reports: list[RankReport], rank: int, number: int) -> bytes:
+    """A post with other bytes or, so that more of it is read, with other numbers in its parts."""
+    stalled = replace(reports[rank], stalled=reports[rank].status.progress)
+    sent = chance.choice([reports[rank], report(rank, gone_seconds=3.0), stalled])
+    data = bytearray(post_of(sent, number, chance.choice(("report", "report", "leave"))))
+    if chance.random() < 0.5:
+        return bytes_mutant(chance, bytes(data))
+    rows, operations, runs, phrases, *_ = Post(bytes(data), RANKS).starts
+    fixed = HEADER.size - 18  # the lengths stay, or nothing else would be looked at
+    for _ in range(chance.choice((1, 2, 8))):
+        begin, end = chance.choice([(13, fixed), (rows, operations), (operations, runs), (runs, phrases)])
+        if begin < end:
+            data[chance.randrange(begin, end)] = chance.choice((0, 1, 2, 3, 127, 255, chance.randrange(256)))
+    return bytes(data)
 
 
 def test_a_hub_survives_every_message(job: _Job, tmp_path: Path, capfd: pytest.CaptureFixture[str]):
@@ -195,15 +197,12 @@ def test_a_hub_survives_every_message(job: _Job, tmp_path: Path, capfd: pytest.C
             job.send(0, protocol.encode("announce", insistent=True))
         for _ in range(chance.randrange(4)):  # some answer properly
             rank = chance.randrange(RANKS)
-            job.send(rank, protocol.encode("report", round=job.hub._rounds, report=job.reports[rank]))
+            job.send(rank, post_of(job.reports[rank], job.hub._rounds))
         rank = chance.randrange(RANKS)
-        message = chance.choice(messages_to_a_hub(job.reports, rank, job.hub._rounds))
-        if "report" in message and chance.random() < 0.3:
-            message = {
-                **message,
-                "report": {**message["report"], "lines": lines_mutant(chance, message["report"])},
-            }
-        job.send(rank, text_mutant(chance, message))
+        if chance.random() < 0.7:
+            job.send(rank, post_mutant(chance, job.reports, rank, job.hub._rounds))
+        else:
+            job.send(rank, text_mutant(chance, chance.choice(messages_to_a_hub(job.hub._rounds))))
         if chance.random() < 0.02:
             assert job.holds_a_round()
 
@@ -227,12 +226,12 @@ def test_an_observer_survives_every_message(
     assert client is not None
     assert rounds is not None
     assert client.sockets[0].poll(10_000, zmq.POLLOUT)
-    finding = Finding.of(incident(0, 1), {0: RankReport.from_json(report(0))})
+    finding = Finding.of(incident(0, 1), {0: report(0)})
     messages = [
         {"kind": "accepted"},
         {"kind": "ask", "round": 3},
         {"kind": "sample", "round": 3},
-        {"kind": "show", "round": 3},
+        {"kind": "show", "round": 3, "characters": 100},
         {"kind": "outcome", "finding": json.loads(json.dumps(finding.to_json()))},
         {"kind": "outcome", "finding": None},
     ]
@@ -242,7 +241,8 @@ def test_an_observer_survives_every_message(
         assert client.sockets[0].poll(10_000)
         observing._act()
         while hub.poll(0):
-            assert json.loads(hub.recv_multipart()[1])["kind"]
+            frame = hub.recv_multipart()[1]
+            assert frame[0] == 1 or json.loads(frame)["kind"]
 
     def attempt(chance: random.Random) -> None:
         deliver(text_mutant(chance, chance.choice(messages)))

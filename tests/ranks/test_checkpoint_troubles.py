@@ -19,9 +19,9 @@ from tests.support.small_job import until
 from tests.support.spread_checkpoints import outcomes
 from torchscout.checkpoint import ledger
 from torchscout.checkpoint.storage import shards
-from torchscout.cli.status import incidents_of
 from torchscout.faults.plan import FaultPlan
 from torchscout.faults.storage import can_fill_disks, on_a_small_disk, restore_folder
+from torchscout.report.standing import incidents_of
 
 
 def planned(tmp_path: Path, steps: int = 12) -> Plan:

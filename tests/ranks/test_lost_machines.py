@@ -18,6 +18,7 @@ from tests.support.recovery_job import CULPRIT
 from tests.support.torchrun_agents import Agents, installed, running_agents
 from torchscout.decision.record import Action, Decision, Scope
 from torchscout.decision.recorder import IncidentLog
+from torchscout.decision.restart_plan import RestartPlan
 
 pytestmark = pytest.mark.slow
 SECONDS = 200.0
@@ -32,18 +33,23 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @contextmanager
-def job(tmp_path: Path, fault: str, standbys: int) -> Iterator[tuple[Agents, Path]]:
-    """Three machines of one rank, with the store on another one, and standbys."""
+def job(tmp_path: Path, fault: str, standbys: int, machines: int = 3) -> Iterator[tuple[Agents, Path]]:
+    """Machines of one rank each, the first of which has the store, and standbys."""
     folder = tmp_path / "job"
-    folder.mkdir()
+    folder.mkdir(parents=True)
     script = ["-m", "tests.support.recovery_job", str(folder), fault, "restart,replace", "apart"]
-    options = ["--nnodes=3", "--nproc-per-node=1", "--max-restarts=5", f"--local-addr={own_address()}"]
+    options = [
+        f"--nnodes={machines}",
+        "--nproc-per-node=1",
+        "--max-restarts=5",
+        f"--local-addr={own_address()}",
+    ]
     with running_agents(folder, installed(tmp_path / "site"), script, *options) as agents:
-        for number, name in enumerate("abc"):
+        for number, name in enumerate("abcd"[:machines]):
             agents.start(name, hosts_store=number == 0)
             time.sleep(1)  # ranks are in the order of process ids
-        agents.until_said("a", "attached to 3 ranks on 3 machines")
-        for name in "defg"[:standbys]:
+        agents.until_said("a", f"attached to {machines} ranks on {machines} machines")
+        for name in "abcdefg"[machines : machines + standbys]:
             agents.start(name)
         yield agents, folder
 
@@ -54,7 +60,7 @@ def decisions(folder: Path) -> list[Decision]:
 
 def ended(folder: Path, hosts: str, alone: str) -> list[dict[str, Any]]:
     """Check the final bits and where the job ended; return what each rank says of its resumption."""
-    found = [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(3)]
+    found = [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(len(hosts))]
     assert {each["bits"] for each in found} == {alone}
     assert sorted(each["host"] for each in found) == sorted(hosts)
     return found
@@ -70,16 +76,30 @@ def test_a_blank_standby_gets_its_shards_from_a_peer(tmp_path: Path, alone: str)
         assert blank["source"].startswith("rank "), blank
 
 
-def test_a_lost_machine_is_named_and_replaced(tmp_path: Path, alone: str):
-    """Connections break at once, so that workers usually fail before anything is decided."""
+def test_a_lost_machine_is_named_replaced_and_excluded(tmp_path: Path, alone: str):
+    """Connections break at once, so that workers usually fail, and are restarted, before anything is decided.
+    Their observers decide then."""
     with job(tmp_path, "lost", 1) as (agents, folder):
         assert agents.wait(*"acd", seconds=SECONDS) == [0] * 3, agents.everything()
         assert agents.wait("b") == [-9]
         (incident,) = IncidentLog.read(folder / "run-0").incidents
         assert (incident.scope, incident.ranks, incident.hosts) == (Scope.MACHINE, (CULPRIT,), ("b",))
         assert incident.action is Action.REPLACE
-        assert {each.action for each in decisions(folder)} <= {Action.REPLACE}
+        (decision,) = decisions(folder)
+        assert (decision.action, decision.hosts, decision.is_carried_out) == (Action.REPLACE, ("b",), True)
+        assert f"this job was restarted: {decision.sentence}" in agents.everything()
         assert min(each["resumed"] for each in ended(folder, "acd", alone)) > 0
+        plan = RestartPlan.read(folder / "disk-a")
+        assert (plan.excluded, len(plan.restarts)) == (("b",), 1)
+
+
+def test_a_machine_that_was_lost_and_comes_back_stays_out(tmp_path: Path, alone: str):
+    with job(tmp_path, "lost", 1) as (agents, folder):
+        assert agents.wait("b") == [-9]
+        agents.start("back", host="b")
+        assert agents.wait("a", "c", "d", "back", seconds=SECONDS) == [0] * 4, agents.everything()
+        assert "this machine, b, is quarantined and runs no workers" in agents.said("back")
+        ended(folder, "acd", alone)
 
 
 def test_two_failures_at_once_are_recovered_from(tmp_path: Path, alone: str):
@@ -92,9 +112,56 @@ def test_two_failures_at_once_are_recovered_from(tmp_path: Path, alone: str):
 
 
 def test_a_rank_that_fails_as_soon_as_the_job_has_resumed_is_recovered_from_too(tmp_path: Path, alone: str):
-    """A second machine must not be lost then: until the next copy, each shard is held once."""
     with job(tmp_path, "again", 1) as (agents, folder):
         assert agents.wait(*"abcd", seconds=SECONDS) == [0] * 4, agents.everything()
         assert (folder / f"suffered-{CULPRIT + 1}").exists()
         assert decisions(folder)[0].action is Action.REPLACE
         ended(folder, "acd", alone)
+
+
+def test_a_rank_that_is_killed_while_the_job_resumes_is_recovered_from_too(tmp_path: Path, alone: str):
+    with job(tmp_path, "resuming", 1) as (agents, folder):
+        assert agents.wait(*"abcd", seconds=SECONDS) == [0] * 4, agents.everything()
+        assert (folder / f"suffered-{CULPRIT + 1}").exists()
+        assert decisions(folder)[0].hosts == ("b",)
+        assert all("verified checkpoint" in each["reason"] for each in ended(folder, "acd", alone))
+
+
+def test_a_second_machine_may_be_lost_as_soon_as_the_job_has_resumed(tmp_path: Path, alone: str):
+    with job(tmp_path, "lost_again", 2) as (agents, folder):
+        survivors = [name for name in "acde" if agents.started[name].wait(SECONDS) == 0]
+        assert len(survivors) == 3, agents.everything()
+        assert (folder / f"suffered-{CULPRIT + 1}").exists()
+        (lost,) = {*"acde"} - {*survivors}
+        found = decisions(folder)
+        assert [(each.action, each.hosts) for each in found] == [
+            (Action.REPLACE, ("b",)),
+            (Action.REPLACE, (lost,)),
+        ]
+        ended(folder, "".join(survivors), alone)
+
+
+def test_two_machines_that_hold_no_copies_for_each_other_may_be_lost_at_once(tmp_path: Path):
+    """Four machines keep copies in two pairs, (a, b) and (c, d)."""
+    with job(tmp_path / "alone", "none", 0, machines=4) as (agents, folder):
+        assert agents.wait(*"abcd", seconds=SECONDS) == [0] * 4, agents.everything()
+        alone = str(json.loads((folder / "rank-0.json").read_text())["bits"])
+    with job(tmp_path, "two_lost", 2, machines=4) as (agents, folder):
+        assert agents.wait(*"adef", seconds=SECONDS) == [0] * 4, agents.everything()
+        (decision,) = decisions(folder)
+        assert (decision.action, sorted(decision.hosts)) == (Action.REPLACE, ["b", "c"])
+        assert min(each["resumed"] for each in ended(folder, "adef", alone)) > 0
+
+
+def test_a_job_whose_state_is_lost_stops_and_says_so(tmp_path: Path):
+    """Of three machines, the second holds the first one's copies, and the third the second one's."""
+    with job(tmp_path, "two_lost", 2) as (agents, folder):
+        assert agents.wait("a", seconds=SECONDS)[0] != 0
+        found = decisions(folder)
+        assert [each.action for each in found] == [Action.REPLACE, Action.STOP]
+        why = "Stop the job: No checkpoint is left that may be loaded"
+        assert found[-1].sentence.startswith(why)
+        assert "no whole shard of rank 1 is left in any memory or on any disk" in found[-1].sentence
+        assert RestartPlan.read(folder / "disk-a").is_stopped
+        assert f"An earlier run decided: {why}" in agents.everything()
+        assert not [*folder.glob("rank-*.json")], "nothing trains on without the lost state"

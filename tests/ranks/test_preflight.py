@@ -121,11 +121,15 @@ def torchrun(ranks: int) -> tuple[str, ...]:
 
 def test_the_command_starts_the_launcher_and_shows_a_page(tmp_path: Path):
     run_dir, output = tmp_path / "run", tmp_path / "report.json"
-    done = scout("--seconds=12", f"--run-dir={run_dir}", f"--output={output}", launcher=torchrun(3))
+    page = tmp_path / "page.html"
+    files = (f"--run-dir={run_dir}", f"--output={output}", f"--html={page}")
+    done = scout("--seconds=12", *files, launcher=torchrun(3))
     assert done.returncode == 0, (done.stdout, done.stderr)
     assert done.stdout.startswith("Preflight of 3 ranks on 1 machine: nothing was found, after ")
     assert "attention_flash" in done.stdout
     assert json.loads(output.read_text())["conclusion"] == "healthy"
+    assert "attention_flash" in page.read_text()
+    assert "<script" not in page.read_text()
 
 
 def test_one_rank_cannot_be_compared(tmp_path: Path):

@@ -12,18 +12,20 @@ from typing import Any
 import pytest
 
 from tests.support.recovery_job import CULPRIT, FAULTY_STEP
-from torchscout.checkpoint.restart_plan import RestartPlan
 from torchscout.decision.record import Action, Decision
 from torchscout.decision.recorder import IncidentLog
+from torchscout.decision.restart_plan import RestartPlan
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 RANKS = 3
 
 
-def run(folder: Path, fault: str, act: str, *, restarts: int = 3) -> subprocess.CompletedProcess[str]:
+def run(
+    folder: Path, fault: str, act: str, *, restarts: int = 3, ranks: int = RANKS
+) -> subprocess.CompletedProcess[str]:
     """Run the job under torchrun to its end, with a fault in its first life."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={RANKS}"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}"]
     options = [f"--max-restarts={restarts}", "--monitor-interval=0.2", "--rdzv-backend=c10d"]
     options += ["--rdzv-endpoint=localhost:0", "-m", "tests.support.recovery_job"]
     # torchrun's own restart needs the first setting over Gloo (see docs/doctor.md).

@@ -14,9 +14,9 @@ import pytest
 
 from tests.support.ranks import run_ranks
 from tests.support.soaking_job import INTERVAL, PARTS, Part, Soaked, sizes_in, train
-from torchscout.checkpoint.restart_plan import RestartPlan
 from torchscout.decision.record import Agreements
 from torchscout.decision.recorder import Stamped, read
+from torchscout.decision.restart_plan import RestartPlan
 
 STEPS = int(os.environ.get("SCOUT_SOAK", "2000"))
 RANKS = 3

@@ -24,7 +24,7 @@ UNNAMED = {name: ["127.0.0.1 localhost"] for name in NAMED}
 """As in many containers: a machine's name means nothing, not even to itself."""
 
 
-UNSHARED = 'test "$(hostname)" = one || mount -t tmpfs tmpfs "$0"; exec "$@"'
+UNSHARED = 'test "$(hostname)" = one || mount --bind "$0-of-two" "$0"; exec "$@"'
 """A command of the second machine has a run directory of its own, under the same name."""
 
 
@@ -78,13 +78,15 @@ def test_a_late_rank_on_another_machine_than_the_hub_is_named(
 
 @pytest.mark.slow
 def test_without_a_shared_run_directory_the_callback_is_called_once_on_each_rank(tmp_path: Path):
-    run_dir, reports = tmp_path / "run", tmp_path / "reports"
-    run_dir.mkdir()
-    reports.mkdir()
+    run_dir, other, reports = tmp_path / "run", tmp_path / "run-of-two", tmp_path / "reports"
+    for folder in (run_dir, other, reports):
+        folder.mkdir()
     with machines(tmp_path, UNNAMED) as hosts:
         started = start(hosts, run_dir, stalls="0", shared=False, REPORTS=str(reports))
         assert [each.wait(60) for each in started] == [0, 0], (run_dir / "output-two").read_text()
-    assert [each.ranks for each in incidents(run_dir)] == [(0,)], "the hub's machine has it in its files"
+    for folder in (run_dir, other):  # the hub's machine has it in its files, and the other one a copy
+        assert [each.ranks for each in incidents(folder)] == [(0,)]
+        assert [each.ranks for each in resolutions(folder)] == [(0,)]
     assert not list((run_dir / "ranks").glob("rank-[23].json")), "the other machine has files of its own"
     assert [(reports / f"incidents-{rank}").read_text() for rank in range(4)] == ["hang (0,)\n"] * 4
 

@@ -12,8 +12,8 @@ import sys
 import time
 from pathlib import Path
 
-from torchscout.checkpoint.restart_plan import FOLDER_VARIABLE, RestartPlan
 from torchscout.decision.record import Action, Decision, Failure
+from torchscout.decision.restart_plan import FOLDER_VARIABLE, RestartPlan
 from torchscout.utils.identity import host_name
 
 

@@ -10,6 +10,7 @@ import os
 import shutil
 import socket
 import subprocess
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -81,6 +82,20 @@ class Machine:
         """Drop all packets that the machine sends, without an error."""
         for interface in (INTERFACE, OTHER_INTERFACE):
             _run(self.switch, "ip", "link", "set", _port(self, interface), "down")
+
+    def degrade(self, *, delay: float, loss: float) -> subprocess.Popen[bytes]:
+        """Delay what the machine sends and receives on ``INTERFACE`` by so many seconds, and lose a share.
+
+        Returns the process that is the link; end it.
+        """
+        port, inner, outer = _port(self, INTERFACE), f"{self.name}-in", f"{self.name}-out"
+        _run(self.switch, "ip", "link", "add", inner, "type", "veth", "peer", "name", outer)
+        _run(self.switch, "ip", "link", "set", port, "nomaster")
+        _run(self.switch, "ip", "link", "set", outer, "master", "switch", "up")
+        _run(self.switch, "ip", "link", "set", inner, "up")
+        link = [sys.executable, "-m", "tests.support.bad_link", port, inner, str(delay), str(loss)]
+        enter = ["nsenter", "--target", str(self.switch), "--net"]
+        return subprocess.Popen([*_as_owner_of(self.switch), *enter, *link], env=_environment({}))
 
     def kill(self) -> None:
         os.kill(self.init, 9)

@@ -1,8 +1,8 @@
 """A script for torchrun: trains a small model, resumes, and suffers a fault once.
 
 Arguments: a folder; the fault: ``none``, ``stopped``, ``asleep``, ``raises``, ``corrupt``, ``lost``, ``two``,
-``again`` or ``always_corrupt``; what SCOUT may do, separated by commas; and ``apart`` if each machine has a
-disk and a memory of its own.
+``split``, ``again``, ``resuming``, ``two_lost``, ``lost_again`` or ``always_corrupt``; what SCOUT may do,
+separated by commas; and ``apart`` if each machine has a disk and a memory of its own.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torchscout import (
     ReplayConfig,
     enable_resiliency,
 )
-from torchscout.checkpoint.restart_plan import FOLDER_VARIABLE
+from torchscout.decision.restart_plan import FOLDER_VARIABLE
 from torchscout.utils.identity import host_name
 from torchscout.utils.procfs import processes_with
 
@@ -44,7 +44,7 @@ def suffer(fault: str, model: nn.Module) -> None:
         time.sleep(600)
     elif fault == "raises":
         raise RuntimeError("this rank fails")
-    elif fault in ("corrupt", "always_corrupt"):
+    elif fault in ("corrupt", "always_corrupt", "split"):
         with torch.no_grad():
             next(model.parameters()).view(-1)[3] += 1e-3
 
@@ -59,21 +59,46 @@ def lose_machine() -> None:
             os.kill(each, signal.SIGKILL)
 
 
-def fault_of(fault: str, rank: int, step: int, folder: Path) -> str:
+AGAIN = {"again": ("corrupt", "raises"), "lost_again": ("lost", "lost")}
+"""What happens to the culprit, and then to the next rank as soon as the job has resumed."""
+
+
+def fault_of(fault: str, rank: int, step: int, folder: Path, *, has_resumed: bool) -> str:
     """What happens to this rank now."""
     if fault == "two" and step == FAULTY_STEP and rank in (0, CULPRIT):  # at once
         fault = "stopped" if rank == CULPRIT else "asleep"
-    elif fault == "again" and rank == CULPRIT + 1 and (folder / f"suffered-{CULPRIT}").exists():
-        fault = "raises"  # as soon as the job has resumed
+    elif fault == "split" and step == FAULTY_STEP:
+        fault = "split" if rank % 2 else "none"
+    elif fault == "two_lost" and step == FAULTY_STEP and rank in (CULPRIT, CULPRIT + 1):
+        fault = "lost"
+    elif fault in AGAIN and rank == CULPRIT + 1 and has_resumed:
+        fault = AGAIN[fault][1]
     elif step != FAULTY_STEP or rank != CULPRIT:
         return "none"
-    elif fault == "again":
+    elif fault in AGAIN:
+        fault = AGAIN[fault][0]
+    elif fault == "resuming":
         fault = "corrupt"
     mark = folder / f"suffered-{rank}"
     if mark.exists() and fault != "always_corrupt":
         return "none"
     mark.touch()
     return fault
+
+
+class Trap:
+    """State that kills a rank while it is restored, once; without a mark it does nothing."""
+
+    def __init__(self, mark: Path | None) -> None:
+        self._mark = mark
+
+    def state_dict(self) -> dict[str, int]:
+        return {}
+
+    def load_state_dict(self, _: dict[str, int]) -> None:
+        if self._mark is not None and not self._mark.exists():
+            self._mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
 def main() -> None:
@@ -100,9 +125,12 @@ def main() -> None:
         run_dir=folder / f"run-{life}",
         recovery=RecoveryConfig(act=[each for each in act.split(",") if each]),
     )
+    if fault == "resuming":
+        mark = folder / f"suffered-{rank}" if rank == CULPRIT + 1 else None
+        session.register_state("trap", Trap(mark))
     resumed = session.resume()
     for step in range(resumed.step, STEPS):
-        suffer(fault_of(fault, rank, step, folder), model)
+        suffer(fault_of(fault, rank, step, folder, has_resumed=resumed.step > 0), model)
         optimizer.zero_grad()
         torch.manual_seed(1000 * step + rank)
         model(torch.randn(4, 16)).square().mean().backward()

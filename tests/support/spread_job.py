@@ -27,9 +27,15 @@ def train(rank: int, run_dir: Path, stalls: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank)
     # Long enough for an incident, short enough for a test: who waits for a lost machine gives up then.
-    model = DistributedDataParallel(Net(), process_group=give_up_soon(5.0))
+    patience = float(os.environ.get("GIVE_UP_SECONDS", "5"))
+    model = DistributedDataParallel(Net(), process_group=give_up_soon(patience))
     optimizer = torch.optim.AdamW(model.parameters())
-    config = replace(QUICK, grace_seconds=3.0, address=os.environ.get("HUB_ADDRESS", "*"))
+    config = replace(
+        QUICK,
+        grace_seconds=3.0,
+        min_silence_seconds=float(os.environ.get("MIN_SILENCE", QUICK.min_silence_seconds)),
+        address=os.environ.get("HUB_ADDRESS", "*"),
+    )
     reports = Path(os.environ.get("REPORTS", run_dir)) / f"incidents-{rank}"
     session = enable_resiliency(
         model,

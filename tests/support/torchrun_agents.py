@@ -49,6 +49,8 @@ class Agents:
     script: Sequence[str]
     options: Sequence[str]
     port: int
+    prefix: Sequence[str] = ()
+    """What torchrun is an argument of, as in ``scout run``."""
     started: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
 
     def start(
@@ -69,7 +71,7 @@ class Agents:
         }
         with self.output(name).open("wb") as file:
             self.started[name] = subprocess.Popen(
-                [*command, *self.options, *self.script],
+                [*self.prefix, *command, *self.options, *self.script],
                 stdout=file,
                 stderr=file,
                 env=os.environ | environment,
@@ -97,12 +99,14 @@ class Agents:
 
 
 @contextmanager
-def running_agents(folder: Path, path: str, script: Sequence[str], *options: str) -> Iterator[Agents]:
+def running_agents(
+    folder: Path, path: str, script: Sequence[str], *options: str, prefix: Sequence[str] = ()
+) -> Iterator[Agents]:
     """Yield agents to start; they and their workers are ended at the end."""
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         port = probe.getsockname()[1]
-    agents = Agents(folder, path, script, options, port)
+    agents = Agents(folder, path, script, options, port, prefix)
     try:
         yield agents
     finally:

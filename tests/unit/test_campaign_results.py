@@ -94,7 +94,7 @@ def test_the_table_counts_what_passed_and_what_was_missed():
     html = page(report)
     assert "&lt;rank 9&gt;" in html
     assert "<rank 9>" not in html
-    assert "http" not in html, "it needs nothing from elsewhere"
+    assert "://" not in html, "it needs nothing from elsewhere"
 
 
 def test_a_campaign_is_complete_when_every_cell_has_passed():

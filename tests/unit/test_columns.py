@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import pytest
 
-from tests.support.stuck_job import StuckJob, found, others, replicas
+from tests.support.stuck_job import StuckJob, found, replicas
 from tests.unit.test_hangs_of_whole_jobs import SHAPES, job_with_programs
-from torchscout.decision.hang.evidence import NOTHING, HangEvidence, Members, Rows, StatusColumns, coded
+from torchscout.decision.hang.diagnosis import diagnose, explain
+from torchscout.decision.hang.evidence import HangEvidence, Members
+from torchscout.decision.hang.table import NOTHING, Rows, table_of
 from torchscout.decision.hang.wait_graph import WaitGraph
-from torchscout.decision.progress import CommGroup, Phase, Process, RankStatus, Shared
+from torchscout.decision.progress import CommGroup, Phase, Process, RankStatus
 from torchscout.mesh import Mesh
-from torchscout.observer.protocol import RankReport
+from torchscout.observer import round_columns
+from torchscout.observer.rank_report import RankReport
+from torchscout.observer.round_reports import Reports
 
 SEEDS = range(40)
 
@@ -38,19 +41,26 @@ def some_job(seed: int) -> StuckJob:
     return job
 
 
-def columns_of(job: StuckJob, **more: RankStatus) -> StatusColumns:
+def evidence_of(job: StuckJob, **more: RankStatus) -> HangEvidence:
     standings = job.standings() | {each.rank: each for each in more.values()}
-    index = {key: place for place, key in enumerate(job.lines)}
-    return StatusColumns.of(standings, index, len(job.mesh))
+    return HangEvidence.of(standings.values(), job.lines, job.mesh)
+
+
+def posted_evidence(job: StuckJob) -> HangEvidence:
+    """What a hub has of the job after its observers have posted; it knows the lines from their posts."""
+    reports = {rank: RankReport(each, tuple(job.lines.values())) for rank, each in job.standings().items()}
+    return HangEvidence(round_columns.table_of(Reports.of(reports)), job.mesh)
 
 
 # What a rank says.
 
 
+@pytest.mark.parametrize("make", [evidence_of, posted_evidence])
 @pytest.mark.parametrize("seed", SEEDS)
-def test_every_rank_is_found_in_the_columns(seed: int):
+def test_every_rank_is_found_in_the_columns(seed: int, make: Callable[[StuckJob], HangEvidence]):
     job = some_job(seed)
-    columns, standings = columns_of(job), job.standings()
+    evidence, standings = make(job), job.standings()
+    columns, table = evidence.columns, evidence.table
     for rank in range(len(job.mesh)):
         assert columns.answered[rank] == (rank in standings)
         if rank not in standings:
@@ -60,23 +70,36 @@ def test_every_rank_is_found_in_the_columns(seed: int):
         assert columns.waiting[rank] == (NOTHING if standing.waiting is None else standing.waiting)
         assert (columns.step[rank], columns.operation[rank]) == progress.coordinate
         assert columns.silent_seconds[rank] == progress.silent_seconds
-        known = [each for each in progress.recent if each.line in job.lines]
-        own = columns.recent[columns.recent_rank == rank]
-        assert [columns.operations[place] for place in own] == known
-        newest = progress.recent[-1] if progress.recent and progress.recent[-1].line in job.lines else None
-        assert operation(columns, columns.newest[rank]) == newest
-        assert operation(columns, columns.last_event[rank]) == (newest if progress.at_communication else None)
+        known = [each for each in progress.recent if each.line in evidence.lines]
+        rows = np.flatnonzero((table.row_rank == rank) & (table.row_line != NOTHING))
+        own = table.expanded(rows)[0]
+        own = own[np.argsort(table.order[own])]
+        assert [table.issued_op(place) for place in own.tolist()] == known
+        assert table.digest[own].tolist() == [each.digest for each in known]
+        assert table.fingerprints(own).tolist() == [each.fingerprint for each in known]
+        newest = known[-1] if known[-1:] == list(progress.recent[-1:]) and known else None
+        assert operation(evidence, columns.newest[rank]) == newest
+        assert operation(evidence, columns.last_event[rank]) == (
+            newest if progress.at_communication else None
+        )
 
 
-def operation(columns: StatusColumns, place: int) -> object:
-    return None if place == NOTHING else columns.operations[place]
+def operation(evidence: HangEvidence, place: int) -> object:
+    return None if place == NOTHING else evidence.table.issued_op(int(place))
+
+
+@pytest.mark.parametrize("seed", range(150))
+def test_posts_lead_to_the_same_incident_as_statuses(seed: int):
+    job = some_job(seed)
+    expected = diagnose(job.standings().values(), job.lines, job.mesh)
+    assert explain(posted_evidence(job)) == expected
 
 
 def test_ranks_that_published_nothing_or_did_not_answer_have_no_values():
     job = replicas(4)
     job.device = {0: 9}
     job.absent.add(2)
-    columns = columns_of(job, dead=RankStatus(3, Process.GONE, None))
+    columns = evidence_of(job, dead=RankStatus(3, Process.GONE, None)).columns
     assert columns.answered.tolist() == [True, True, False, True]
     assert columns.published.tolist() == [True, True, False, False]
     assert columns.running.tolist() == [True, True, False, False]
@@ -88,10 +111,12 @@ def test_operations_of_one_line_and_number_have_one_place():
     job = replicas(3)
     job.issue("world", 0, 1)
     job.issue("world", 2, text="barrier")
-    columns = columns_of(job)
-    places = {(each.line, each.number): set() for each in columns.operations}
-    for each, place in zip(columns.operations, columns.place.tolist(), strict=True):
-        places[each.line, each.number].add(place)
+    evidence = evidence_of(job)
+    operations = np.arange(len(evidence.table.digest))
+    places: dict[tuple[str, int], set[int]] = {}
+    for each, place in zip(operations.tolist(), evidence.places(operations).tolist(), strict=True):
+        issued = evidence.table.issued_op(each)
+        places.setdefault((issued.line, issued.number), set()).add(place)
     assert all(len(found) == 1 for found in places.values())
     assert len(set.union(*places.values())) == len(places) == 4
 
@@ -104,7 +129,7 @@ def test_members_are_given_line_by_line_with_what_each_has_issued():
     job.issue(job.group("three", 3, 0, 1), 3, 1)
     job.issue("three", 1)
     job.issue(job.pair(2, 2), 2)  # to itself: one rank is two members
-    members = Members.of(tuple(job.lines.values()), job.standings())
+    members = Members.of(table_of(job.standings(), job.lines))
     assert members.rank.tolist() == [3, 0, 1, 2, 2]
     assert members.issued.tolist() == [1, 0, 2, 1, 1]
     assert members.rank[members.of_line(1)].tolist() == [2, 2]
@@ -113,20 +138,25 @@ def test_members_are_given_line_by_line_with_what_each_has_issued():
 def test_counts_on_unknown_lines_and_of_strangers_are_left_out():
     job = replicas(3)
     job.issue("elsewhere", 0, 1, 2)
-    lines = (CommGroup("world", (0, 1), "world"),)
-    assert Members.of(lines, job.standings()).issued.tolist() == [3, 3]
-    assert Members.of((), job.standings()).issued.tolist() == []
+    lines = {"world": CommGroup("world", (0, 1), "world")}
+    assert Members.of(table_of(job.standings(), lines)).issued.tolist() == [3, 3]
+    assert Members.of(table_of(job.standings(), {})).issued.tolist() == []
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_missing_ranks_have_issued_less_or_died_in_the_operation(seed: int):
     job = some_job(seed)
     standings = job.standings()
-    evidence = HangEvidence(standings.values(), job.lines, job.mesh)
-    for place, issued in enumerate(evidence.columns.operations):
+    evidence = HangEvidence.of(standings.values(), job.lines, job.mesh)
+    table = evidence.table
+    known = table.expanded(np.flatnonzero(table.row_line != NOTHING))[0]
+    for place in known.tolist():
+        issued = table.issued_op(place)
         expected = naive_missing(standings, evidence.lines[issued.line], issued.number)
-        assert evidence.missing(place).tolist() == expected
-        assert evidence.is_open[place] == bool(expected)
+        line, number = np.array([evidence.lines.index(issued.line)]), np.array([issued.number])
+        assert evidence.missing(line, number, np.array([False]))[0].tolist() == expected
+        assert evidence.are_open(np.array([place])).tolist() == [bool(expected)]
+        assert (place in evidence.open) == bool(expected)
 
 
 def naive_missing(standings: Mapping[int, RankStatus], line: CommGroup, number: int) -> list[int]:
@@ -151,7 +181,7 @@ def naive_missing(standings: Mapping[int, RankStatus], line: CommGroup, number: 
 def test_sources_are_those_that_a_search_rank_by_rank_finds(seed: int):
     job = some_job(seed)
     standings = job.standings()
-    evidence = HangEvidence(standings.values(), job.lines, job.mesh)
+    evidence = HangEvidence.of(standings.values(), job.lines, job.mesh)
     graph = WaitGraph(evidence)
     waits, certain = naive_waits(standings, evidence)
     assert sorted(rank for rank in range(len(job.mesh)) if graph.blocked[rank]) == sorted(certain)
@@ -211,7 +241,7 @@ def reach(waits: Mapping[int, set[int]], start: int) -> set[int]:
 def test_a_paused_job_has_no_source():
     job = replicas()
     job.busy(*range(8), phase=Phase.EVALUATION)
-    graph = WaitGraph(HangEvidence(job.standings().values(), job.lines, job.mesh))
+    graph = WaitGraph(HangEvidence.of(job.standings().values(), job.lines, job.mesh))
     assert (graph.sources, graph.cycles, graph.stalled.lines) == ([], [], {})
     assert not graph.blocked.any()
 
@@ -220,7 +250,7 @@ def test_a_lost_machine_is_the_source_and_no_line_is_stalled():
     job = replicas(4)
     job.issue("world", 0, 1)
     job.absent |= {2, 3}
-    graph = WaitGraph(HangEvidence(job.standings().values(), job.lines, job.mesh))
+    graph = WaitGraph(HangEvidence.of(job.standings().values(), job.lines, job.mesh))
     assert (graph.sources, graph.stalled.lines) == ([2, 3], {})
 
 
@@ -232,23 +262,6 @@ def test_suspect_that_did_not_answer_is_shown_in_the_proof():
     assert (record.peers, record.verdict.evidence) == ((0, 1, 2, 3), (4, 4, -1, 4))
 
 
-# What is read is kept once.
-
-
-def test_equal_reports_share_one_object_without_changing_the_diagnosis():
-    job = replicas(4)
-    job.issue("world", *others(2, count=4), sends=[1, 1, 1, 1], receives=[1, 1, 1, 1])
-    shared: Shared = {}
-    reports = [RankReport(standing, tuple(job.lines.values())) for standing in job.standings().values()]
-    sent = [json.loads(json.dumps(report.to_json())) for report in reports]
-    read = [RankReport.from_json(document, shared) for document in sent]
-    assert read == reports
-    assert len({id(report.lines[0]) for report in read}) == 1
-    assert len({id(report.status.progress.recent[0]) for report in read}) == 1
-    alone = [RankReport.from_json(document) for document in sent]
-    assert len({id(report.lines[0]) for report in alone}) == 4
-
-
 # The parts.
 
 
@@ -256,7 +269,3 @@ def test_rows_keep_the_order_of_their_values():
     row_of = np.array([place % 3 for place in range(600)])
     rows = Rows.grouped(row_of, np.arange(600), count=4)
     assert [rows[row].tolist() for row in range(4)] == [*(list(range(row, 600, 3)) for row in range(3)), []]
-
-
-def test_codes_are_equal_for_equal_values_only():
-    assert coded([1 << 64, -5, 1 << 64, "a"]).tolist() == [0, 1, 0, 2]

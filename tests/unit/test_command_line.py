@@ -124,6 +124,7 @@ WRONG: dict[str, dict[str, tuple[str, str]]] = {
         "COMMAND": ("{gone}", "cannot run {gone}: No such file or directory"),
         "--seconds": ("true --seconds 0", "--seconds"),
         "--run-dir": ("true --run-dir {file}", "--run-dir: {file} is a file; give a folder"),
+        "--html": ("true --html {gone}/page.html", "--html: the folder {gone} does not exist"),
         "--output": OUTPUT,
     },
     "hosts": {
@@ -144,6 +145,12 @@ WRONG: dict[str, dict[str, tuple[str, str]]] = {
         "--output": OUTPUT,
     },
     "status": {"run_dir": ("{gone}", "{gone} is not the run directory of a job"), "--output": OUTPUT},
+    "watch": {
+        "run_dir": ("{file}", "{file} is a file; give a run directory"),
+        "--address": ("{folder} --address 203.0.113.9", "--address"),
+        "--port": ("{folder} --port 70000", "--port"),
+        "--token": ("{folder} --token short", "a token has at least 16 characters"),
+    },
     "campaign paper": {
         **CAMPAIGN,
         "--device": ("--device tpu", "unknown device 'tpu'; choose cpu or cuda"),
@@ -151,6 +158,7 @@ WRONG: dict[str, dict[str, tuple[str, str]]] = {
         "--max-ranks": ("--max-ranks 1 --cells hang", "none of these cells can run here"),
     },
     "campaign ablation": CAMPAIGN,
+    "campaign recovery": CAMPAIGN,
     "campaign table": {"REPORTS": ("{file}", "{file} is not the --output of a campaign")},
     "checkpoint list": CHECKPOINT,
     "checkpoint verify": CHECKPOINT,

@@ -30,7 +30,7 @@ def raise_it(error: Exception) -> None:
 def test_incidents_of_checks_and_observers_are_passed_on_once(tmp_path: Path):
     received: list[Incident] = []
     news = IncidentCallback(1, [received.append], raise_it, tmp_path / "news")
-    news.add([INCIDENT])
+    news.add(0, [INCIDENT])
     found(tmp_path / "news", RESOLVED, NAMES_RANK_0)
     until(lambda: len(received) == 2, "both incidents are received")
     found(tmp_path / "news", INCIDENT)
@@ -57,10 +57,10 @@ def test_a_line_that_is_being_written_is_passed_on_once_it_is_complete(tmp_path:
 def test_one_rank_logs_an_incident(rank: int, caplog: pytest.LogCaptureFixture):
     """The first one, unless it is named itself: it may be unable to run."""
     news = IncidentCallback(rank, [], raise_it)
-    news.add([INCIDENT])
+    news.add(0, [INCIDENT])
     assert INCIDENT.ranks != (0,)
     assert len(caplog.messages) == (rank == 0)
-    news.add([NAMES_RANK_0])
+    news.add(0, [NAMES_RANK_0])
     news.close()
     assert len(caplog.messages) == (rank == 0) + (rank == NAMES_RANK_0.reporter)
 
@@ -84,7 +84,7 @@ def test_a_function_that_raises_is_called_with_the_next_incident_all_the_same():
         raise KeyError("dropped")
 
     news = IncidentCallback(0, [clumsy], failures.append)
-    news.add([INCIDENT, NAMES_RANK_0])
+    news.add(0, [INCIDENT, NAMES_RANK_0])
     news.close()
     assert received == [INCIDENT, NAMES_RANK_0]
     assert [type(each) for each in failures] == [KeyError, KeyError]

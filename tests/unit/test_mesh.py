@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+from dataclasses import astuple
+
 import pytest
 
 from torchscout.mesh import Axis, Mesh, MeshAddress, PeerGroup
@@ -138,3 +141,17 @@ def test_all_peer_groups_of_131072_ranks():
 def test_bad_input_is_refused_with_the_value(build, message: str):
     with pytest.raises(ValueError, match=message):
         build()
+
+
+def test_a_summary_is_the_digest_of_addresses_as_they_are_printed():
+    """Checkpoints of earlier versions have such digests."""
+    mesh = Mesh.grid(replica=3, shard=2, tensor=2).carve_experts(3)
+    printed = "\n".join(str(mesh.address_of(rank)) for rank in range(len(mesh)))
+    digest = hashlib.blake2b(printed.encode(), digest_size=6).hexdigest()
+    assert mesh.summary().endswith(f"({digest})")
+
+
+def test_rows_are_the_addresses():
+    mesh = Mesh.grid(replica=4, tensor=2).carve_experts(2)
+    for role in ("dense", "expert"):
+        assert mesh.rows(role) == [list(astuple(mesh.address_of(rank, role))) for rank in range(len(mesh))]

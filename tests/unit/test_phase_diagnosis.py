@@ -10,8 +10,9 @@ from torchscout.decision.progress import Phase, Process, RankStatus
 from torchscout.decision.record import Action, Incident, Manifestation, Scope
 from torchscout.decision.straggler.diagnosis import PhaseDiagnosis
 from torchscout.mesh import Mesh
-from torchscout.observer.protocol import RankReport
+from torchscout.observer.rank_report import RankReport
 from torchscout.observer.round_diagnosis import compare_phases
+from torchscout.observer.round_reports import Reports
 
 HOSTS = ["node-0", "node-0", "node-1", "node-1"]
 CONFIG = StragglerConfig(min_slowdown_ms=10.0)
@@ -109,12 +110,12 @@ def test_replicas_with_different_experts_still_fetch_alike():
 
 
 def test_a_survey_is_made_of_posts():
-    def reports() -> dict[int, RankReport]:
+    def reports() -> Reports:
         sent = [
             RankReport(RankStatus(rank, Process.RUNNING, None), (), phase_seconds={Phase.INPUT: seconds})
             for rank, seconds in enumerate([0.018, 0.017, 0.018, 0.41])
         ]
-        return {report.status.rank: RankReport.from_json(report.to_json()) for report in sent}
+        return Reports.of({report.status.rank: report for report in sent})
 
     found = diagnosis()
     assert compare_phases(reports(), found) == []

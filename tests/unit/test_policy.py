@@ -77,6 +77,7 @@ def decided(
             Failure.HANG,
         ),
         (incident(Manifestation.HANG, action=Action.INSPECT, scope=Scope.JOB), Action.INSPECT, Failure.HANG),
+        (incident(Manifestation.HANG, scope=Scope.JOB, surface="process"), Action.INSPECT, Failure.OTHER),
         (SDC, Action.REPLACE, Failure.SDC),
         (incident(Manifestation.SDC, scope=Scope.PEER_GROUP, ranks=(0, 1)), Action.REPLACE, Failure.SDC),
         (incident(Manifestation.SDC, scope=Scope.PEER_GROUP, ranks=(0, 1, 2)), Action.INSPECT, Failure.SDC),

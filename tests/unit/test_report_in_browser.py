@@ -1,12 +1,7 @@
-"""The report in a real browser: headless Chromium, without a network.
-
-Needs ``pip install "torchscout[browser-tests]"`` and Debian's ``chromium``, or one that CHROMIUM names.
-"""
+"""The report in a real browser: headless Chromium, without a network. See ``tests.support.browser``."""
 
 from __future__ import annotations
 
-import os
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,24 +9,18 @@ from typing import Any
 
 import pytest
 
+from tests.support.browser import chromium, watched
 from tests.support.large_run import HUNG, LARGE, SLOW, write_large_run
 from tests.unit.test_report import write_run
 from torchscout.report.document import document_of
 from torchscout.report.page import page
 from torchscout.report.reading import read_run
 
-playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium")
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium in PATH; set CHROMIUM")
-QUIET = ("--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--disable-background-networking")
-
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    with playwright.sync_playwright() as driver:
-        started = driver.chromium.launch(executable_path=CHROMIUM, args=[*QUIET])
+    with chromium() as started:
         yield started
-        started.close()
 
 
 @contextmanager
@@ -39,19 +28,9 @@ def opened(browser: Any, run_dir: Path, **settings: Any) -> Iterator[Any]:
     """Open the report on a run. Fails if the page logs, raises, requests anything or exceeds the screen."""
     target = run_dir.parent / "report.html"
     target.write_text(page(document_of(read_run(run_dir))))
-    shown = browser.new_page(**settings)
-    said: list[str] = []
-    shown.on("console", lambda message: said.append(message.text))
-    shown.on("pageerror", lambda error: said.append(str(error)))
-    shown.on("dialog", lambda dialog: said.append(dialog.message))
-    shown.on("request", lambda request: said.append(request.url))
-    shown.goto(target.as_uri())
-    try:
+    with watched(browser, target.as_uri(), **settings) as (shown, said):
         yield shown
         assert said == [target.as_uri()]
-        assert shown.evaluate("document.documentElement.scrollWidth <= innerWidth")
-    finally:
-        shown.close()
 
 
 @pytest.mark.parametrize("width", [1440, 390])

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.unit.test_policy import HANG, SDC, decided
-from torchscout.checkpoint.restart_plan import RestartPlan
 from torchscout.decision.record import Action, Failure
+from torchscout.decision.restart_plan import RestartPlan
 from torchscout.errors import RestartPlanError
 
 PLAN = RestartPlan.first().after(decided(HANG)).after(decided(SDC))
@@ -107,3 +107,11 @@ def test_only_an_owner_only_file_is_read(tmp_path: Path):
     os.mkfifo(path)
     with pytest.raises(RestartPlanError, match="not a regular file"):
         RestartPlan.read(tmp_path)
+
+
+def test_a_plan_that_was_not_used_yet_still_decides_what_can_be_trusted():
+    """The job failed again before it had loaded a checkpoint."""
+    corrupt = RestartPlan.first().after(decided(SDC))
+    assert corrupt.after(decided(HANG)).failure is Failure.SDC
+    assert corrupt.used().after(decided(HANG)).failure is Failure.HANG
+    assert RestartPlan.first().after(decided(HANG)).after(decided(SDC)).failure is Failure.SDC

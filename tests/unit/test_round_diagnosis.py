@@ -9,7 +9,9 @@ import pytest
 from torchscout.decision.progress import CommGroup, IssuedOp, Phase, Process, Progress, RankStatus
 from torchscout.decision.record import Action, Scope
 from torchscout.mesh import Mesh
-from torchscout.observer.protocol import RankReport
+from torchscout.observer.post import Post
+from torchscout.observer.post_writer import post_of
+from torchscout.observer.rank_report import RankReport
 from torchscout.observer.round_diagnosis import conclude
 
 SIZE = 4
@@ -193,5 +195,31 @@ def test_a_pause_of_all_is_no_incident():
 
 
 def test_a_report_survives_serialization():
-    for each in (report(1, excused=True), report(2, moving=True), gone(3, 0.25)):
-        assert RankReport.from_json(each.to_json()) == each
+    sent = [report(1, excused=True, stack=""), report(2, moving=True, stack=""), gone(3, 0.25)]
+    for each in sent:
+        assert Post(post_of(each), SIZE).report() == each
+
+
+def across(*answered: int) -> dict[int, RankReport]:
+    """Those who answered, of six ranks on three machines that all wait in one collective."""
+    world = CommGroup("world", tuple(range(6)), "world")
+    return {rank: replace(report(rank), lines=(world,)) for rank in answered}
+
+
+@pytest.mark.parametrize("trainers_ended", [False, True])
+def test_a_minority_does_not_say_that_all_others_are_gone(trainers_ended: bool):
+    """As it was seen: the hub of a machine that was cut off would have had all other machines replaced."""
+    mesh = Mesh.grid(replica=6, hosts=[*"aabbcc"])
+    ended = {"gone_seconds": 1.0} if trainers_ended else {}
+    few, most = across(0, 1), across(2, 3, 4, 5)
+    for reports in (few, most):
+        for rank, each in reports.items():
+            process = Process.GONE if trainers_ended else Process.RUNNING
+            reports[rank] = replace(each, status=replace(each.status, process=process), **ended)
+    cut_off, told = conclude(few, mesh), conclude(most, mesh)
+    assert (told.scope, told.ranks, told.action) == (Scope.MACHINE, (0, 1), Action.REPLACE)
+    assert (cut_off.scope, cut_off.action) == (Scope.JOB, Action.INSPECT)
+    assert cut_off.records[0].status == "inconclusive"
+    assert cut_off.sentence == (
+        "Only 2 of 6 ranks answered. The others are gone, or these are cut off from them."
+    )

@@ -32,7 +32,7 @@ def session_of(run_dir: Path, rank: int = 0) -> Session:
 
 def report(session: Session) -> None:
     assert session._callback is not None
-    session._callback.add([INCIDENT])
+    session._callback.add(0, [INCIDENT])
 
 
 def test_a_session_that_is_closed_has_finished(tmp_path: Path, caplog: pytest.LogCaptureFixture):

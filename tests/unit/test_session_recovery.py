@@ -10,14 +10,15 @@ import pytest
 
 from tests.support.small_job import until
 from tests.unit.test_policy import HANG, SDC, decided, incident
-from torchscout.checkpoint.restart_plan import RestartPlan
 from torchscout.communicators import Job
 from torchscout.config import RecoveryConfig
+from torchscout.decision import decision_command
 from torchscout.decision.record import Action, Failure, Incident, Manifestation, Scope, from_json
 from torchscout.decision.recorder import IncidentLog
+from torchscout.decision.restart_plan import RestartPlan
 from torchscout.mesh import Mesh
 from torchscout.observer.record.directory import End, RankEntry, read_end
-from torchscout.session import decision_command, recovery
+from torchscout.session import recovery
 from torchscout.session.recovery import EXIT_STATUS, Recovery
 
 ACT = RecoveryConfig(act=("restart", "replace"))

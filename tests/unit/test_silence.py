@@ -8,7 +8,7 @@ import pytest
 
 from torchscout.config import ObserverConfig
 from torchscout.decision.progress import Phase, Progress
-from torchscout.observer.silence import SilenceDetector, allowance, threshold
+from torchscout.observer.silence import SilenceDetector, allowance, seconds_for, threshold
 
 CONFIG = ObserverConfig(
     min_silence_seconds=5, silence_multiple=3, startup_seconds=300, repeat_seconds=10, poll_seconds=1
@@ -159,3 +159,8 @@ def test_a_rank_close_to_its_timeout_announces_at_once():
     assert not quick.is_due(waiting, [], paused=True, now=200.2, is_pressed=True)
     quick.round_held(waiting.coordinate, 200.3)
     assert not quick.is_due(waiting, [], paused=False, now=200.4, is_pressed=True), "once for a while"
+
+
+@pytest.mark.parametrize(("size", "seconds"), [(3, 1.0), (1024, 1.0), (16_384, 1.768), (131_072, 7.5024)])
+def test_time_limits_of_a_hub_grow_with_the_job(size: int, seconds: float):
+    assert seconds_for(1.0, size) == pytest.approx(seconds)

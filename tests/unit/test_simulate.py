@@ -15,11 +15,13 @@ from torchscout.decision.progress import Process
 from torchscout.decision.record import Action, EvidenceRecord, Incident, Manifestation, Scope
 from torchscout.decision.straggler import diagnosis
 from torchscout.observer import hub, round_diagnosis
+from torchscout.observer.post_writer import post_of
 from torchscout.replay import replayer
 from torchscout.session import recovery, replay_driver
 from torchscout.simulate import hangs, numbers, runner, slowness
 from torchscout.simulate.job import Job
 from torchscout.simulate.layouts import PUBLISHED, layout_of
+from torchscout.simulate.reports import Reporter, Stand
 from torchscout.simulate.scoring import Outcome, Truth, score
 from torchscout.simulate.spread import Faults, spread
 
@@ -69,9 +71,22 @@ def test_members_of_a_line_have_the_same_operations():
     issued: dict[tuple[str, int], set[int]] = {}
     for rank in range(job.size):
         length = len(job.programs[int(job.stage[rank])])
-        for each in made.reporter.report(rank, 42 * length, waiting=True).status.progress.recent:
+        for each in made.reporter.report(rank, Stand(42 * length)).status.progress.recent:
             issued.setdefault((each.line, each.number), set()).add(each.digest)
     assert all(len(digests) == 1 for digests in issued.values())
+
+
+@pytest.mark.parametrize("name", ["4x4x8", "1x4x8x4", "megascale-moe"])
+def test_posts_are_those_that_observers_send(name: str):
+    job = Job(layout_of(name))
+    reporter = Reporter(job)
+    for stand in (
+        Stand(5000),
+        Stand(3000, 2950, None, at_communication=False, device_busy=False),
+        Stand(5000, waiting=False, moving=True, silent_seconds=1.5),
+    ):
+        for rank in range(0, job.size, 7):
+            assert reporter.post(rank, stand).data == post_of(reporter.report(rank, stand), 1)
 
 
 def incident(*ranks: int, scope: Scope = Scope.RANK) -> Incident:
@@ -188,3 +203,12 @@ def test_the_command_prints_one_document():
     assert wanted <= found.keys()
     assert (found["ranks"], found["scenarios"], found["seed"]) == (32, 19, 5)
     assert result.exit_code == (0 if found["goals"]["wrong_rate"] else 1)
+
+
+def test_an_interrupted_run_reports_what_it_has_decided():
+    def show(decided: runner.Decided) -> None:
+        if decided.index == 4:
+            raise KeyboardInterrupt
+
+    report = runner.report_of(SMALL, 100, seed=1, show=show)
+    assert (report["scenarios"], report["interrupted"]) == (5, True)

@@ -11,8 +11,11 @@ from pathlib import Path
 import pytest
 
 from torchscout.config import ObserverConfig
-from torchscout.observer.protocol import RankReport
+from torchscout.observer.post import Post
+from torchscout.observer.post_writer import post_of
+from torchscout.observer.rank_report import RankReport
 from torchscout.observer.record.directory import End
+from torchscout.observer.record.writer import ProgressWriter
 from torchscout.observer.trainer import Ending, TrainerView
 
 CONFIG = ObserverConfig(min_silence_seconds=1.2)
@@ -49,7 +52,7 @@ def ended(folder: Path, seconds: float, how: str, timeout: float = 600.0) -> Ran
         while trainer.ending is None and time.monotonic() < deadline:
             trainer.look(time.monotonic())
             time.sleep(0.05)
-        return RankReport.from_json(trainer.report(CONFIG, 0.0, time.monotonic()).to_json())
+        return Post(post_of(trainer.report(CONFIG, 0.0, time.monotonic())), 8).report()
 
 
 def test_what_a_trainer_waited_for_is_kept_when_a_watchdog_has_ended_it(tmp_path: Path):
@@ -97,3 +100,19 @@ def test_a_wait_as_long_as_the_timeout_of_its_group_is_known_afterwards(
 ):
     report = ended(tmp_path, 2.5, how, timeout)
     assert report.has_timed_out is is_over
+
+
+def test_a_trainer_that_an_exception_ends_has_failed_before_its_process_is_gone(tmp_path: Path):
+    """Its exit may take long, and a launcher may end it with SIGTERM meanwhile."""
+    writer = ProgressWriter.create(tmp_path, 0)  # of this very process
+    try:
+        trainer = TrainerView(writer.path, None)
+        trainer.look(time.monotonic())
+        assert trainer.ending is None
+        writer.failing()
+        trainer.look(time.monotonic())
+        assert trainer.ending is Ending.FAILED
+        assert trainer.how(Ending.FAILED) == "failed"
+        assert trainer.report(CONFIG, 0.0, time.monotonic()).gone_seconds is not None
+    finally:
+        writer.close()

@@ -22,6 +22,7 @@ import torch
 from torchscout.campaign.ablation import variants
 from torchscout.campaign.ablation.runner import judged_warm, run_ablated_hangs
 from torchscout.campaign.cell import DEVICE_ROWS, ROWS, Cell, Hardware, Processes, Row
+from torchscout.campaign.loop import LOOP_ROWS, loop_cells, run_loop
 from torchscout.campaign.moe import run_routed
 from torchscout.campaign.observed import run_observed
 from torchscout.campaign.paper_cells import device_hang_cells, paper_cells
@@ -30,7 +31,17 @@ from torchscout.campaign.results import Result, as_report
 from torchscout.campaign.tables import screen_of
 from torchscout.campaign.warm import run_warm
 
-__all__ = ["ABLATION", "MODULES", "PAPER", "Campaign", "chosen", "paper_on", "run_kernel", "sampled"]
+__all__ = [
+    "ABLATION",
+    "MODULES",
+    "PAPER",
+    "RECOVERY",
+    "Campaign",
+    "chosen",
+    "paper_on",
+    "run_kernel",
+    "sampled",
+]
 
 _SECONDS = 600.0
 _QUICK_LAYOUTS = ("ddp", "hsdp")
@@ -94,6 +105,7 @@ _PAPER_BENCHES: _Benches = {
 }
 """In this order: many results first, and cells that kill their ranks last, since a shared CUDA device needs
 time to recover from each."""
+_RECOVERY_BENCHES: _Benches = {Processes.LOOP: lambda cells, folder, *_: run_loop(cells, folder)}
 _ABLATION_BENCHES: _Benches = {
     Processes.OBSERVED: lambda cells, folder, _, jobs: run_ablated_hangs(cells, folder, jobs),
     Processes.WARM: lambda cells, folder, seed, _: judged_warm(cells, folder, seed),
@@ -153,10 +165,10 @@ class Campaign:
     """Takes the seed, the table's rows, all results and the folder; returns the document and the screen."""
 
 
-def _report_paper(
-    seed: int, rows: _Rows, results: Sequence[Result], folder: str
+def _report(
+    name: str, seed: int, rows: _Rows, results: Sequence[Result], folder: str
 ) -> tuple[dict[str, Any], str]:
-    return as_report("paper", seed, rows, results), screen_of(rows, results, folder)
+    return as_report(name, seed, rows, results), screen_of(rows, results, folder)
 
 
 def _report_ablation(
@@ -172,7 +184,10 @@ PAPER = Campaign(
     paper_cells,
     {"numerical-sdc": 8, "numerical-clean": 2, "hang": 6, "hang-clean": 2},
     partial(_run, _PAPER_BENCHES),
-    _report_paper,
+    partial(_report, "paper"),
+)
+RECOVERY = Campaign(
+    "recovery", LOOP_ROWS, loop_cells, {}, partial(_run, _RECOVERY_BENCHES), partial(_report, "recovery")
 )
 ABLATION = Campaign(
     "ablation",

@@ -104,6 +104,8 @@ class Processes(str, Enum):
     """Its own ranks, each with an observer: ranks that hang cannot be used again."""
     ROUTED = "routed"
     """Its own ranks, which train a mixture of experts."""
+    LOOP = "loop"
+    """Workers of torchrun agents, which restart by themselves."""
     KERNEL = "kernel"
     """Its own process, in which Triton may interpret the expert kernel, and the ranks it starts."""
 

@@ -1,4 +1,4 @@
-"""A campaign as one self-contained HTML page."""
+"""A campaign as one self-contained HTML page, in the style of the report."""
 
 from __future__ import annotations
 
@@ -10,27 +10,10 @@ from torchscout.campaign.ablation.variants import HEADS as ABLATION_HEADS
 from torchscout.campaign.ablation.variants import figures as ablation_figures
 from torchscout.campaign.machine import caption
 from torchscout.campaign.tables import HEADS, figures
+from torchscout.report.page import tables_page
 
 __all__ = ["page"]
 
-_STYLE = """
-body { font: 16px/1.5 system-ui, sans-serif; color: #1a1a1a; background: #fff; }
-body { max-width: 70rem; margin: 2rem auto; padding: 0 1rem; }
-h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin-top: 2rem; }
-table { border-collapse: collapse; width: 100%; }
-th, td { text-align: right; padding: .4rem .6rem; border-bottom: 1px solid #ddd; vertical-align: top; }
-th:first-child, td:first-child { text-align: left; }
-td small { color: #555; display: block; }
-.passed { color: #0a6b2e; font-weight: 600; }
-.failed { color: #b00020; font-weight: 600; }
-@media (prefers-color-scheme: dark) {
-  body { background: #16181c; color: #e6e6e6; }
-  td small { color: #aaa; }
-  th, td { border-color: #333; }
-  .passed { color: #6fd08c; }
-  .failed { color: #ff8a80; }
-}
-"""
 _RULE = (
     "A cell passes only if manifestation, ranks, scope and surface are right and nothing else was reported."
 )
@@ -40,25 +23,22 @@ def page(report: Mapping[str, Any]) -> str:
     """The page of a report that ``results.as_report`` has made."""
     outcome = "Every cell has passed." if report["passed"] else f"{len(report['failed'])} cells have failed."
     place = caption(report) if "device" in report else f"Seed {report['seed']}"
-    return "\n".join(
-        [
-            '<!doctype html><html lang="en"><head><meta charset="utf-8">',
-            '<meta name="viewport" content="width=device-width, initial-scale=1">',
-            f"<title>scout campaign {escape(report['campaign'])}</title><style>{_STYLE}</style></head><body>",
-            f"<h1>scout campaign {escape(report['campaign'])}</h1>",
-            f"<p>{escape(place)}. {outcome} {_RULE}</p>",
-            *([_ablations(report["ablations"]), "<h2>Cells</h2>"] if "ablations" in report else []),
-            _table(HEADS, map(_row, report["rows"])),
-            *_listed("What failed", report["failed"]),
-            *_listed("What was skipped", report.get("skipped", ())),
-            "</body></html>",
-        ]
-    )
+    parts = [
+        f"<p>{escape(place)}. {outcome} {_RULE}</p>",
+        *([_ablations(report["ablations"]), "<h2>Cells</h2>"] if "ablations" in report else []),
+        _table(HEADS, map(_row, report["rows"])),
+        *_listed("What failed", report["failed"]),
+        *_listed("What was skipped", report.get("skipped", ())),
+    ]
+    return tables_page(f"scout campaign {report['campaign']}", "\n".join(parts))
 
 
 def _table(heads: Sequence[str], rows: Iterable[str]) -> str:
     head = "".join(f"<th>{each.capitalize()}</th>" for each in heads)
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
+    return (
+        f'<div class="scroll"><table class="figures"><thead><tr>{head}</tr></thead>'
+        f"<tbody>{''.join(rows)}</tbody></table></div>"
+    )
 
 
 def _row(row: Mapping[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""``scout campaign``: paper, ablation, table."""
+"""``scout campaign``: paper, ablation, recovery, table."""
 
 from __future__ import annotations
 
@@ -103,6 +103,16 @@ def ablation(options: Options) -> None:
     from torchscout.campaign.cell import Hardware
 
     _run_and_print(ABLATION, options, Hardware())
+
+
+@app.command()
+@taking(Options)
+def recovery(options: Options) -> None:
+    """Let SCOUT restart jobs under torchrun by itself: in place, with a standby, and without one."""
+    from torchscout.campaign.campaigns import RECOVERY
+    from torchscout.campaign.cell import Hardware
+
+    _run_and_print(RECOVERY, options, Hardware())
 
 
 @app.command()

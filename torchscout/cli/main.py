@@ -55,6 +55,10 @@ COMMANDS = {
         "torchscout.cli.status:status",
         "Show whether a job is running, finished, interrupted, failed or killed, and its incidents.",
     ),
+    "watch": (
+        "torchscout.cli.watch:watch",
+        "Show a run while it goes on: the views of scout report, on a page that follows the run.",
+    ),
     "run": (
         "torchscout.cli.run:run",
         "Run a command with torchscout attached to its training script, which stays as it is.",

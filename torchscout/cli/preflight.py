@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from torchscout.cli.console import AsJson, Output, interruptible, made_folder, print_report
+from torchscout.cli.console import AsJson, Output, interruptible, made_folder, print_report, write_file
 
 __all__ = ["preflight"]
 
@@ -30,6 +30,7 @@ def preflight(
     run_dir: Annotated[Path | None, typer.Option(help="A folder for the evidence.")] = None,
     as_json: AsJson = False,
     output: Output = None,
+    html: Annotated[Path | None, typer.Option(help="Write an HTML page with the tables to a file.")] = None,
 ) -> None:
     """Test the devices, machines and links of a job before it starts.
 
@@ -52,8 +53,10 @@ def preflight(
             raise typer.Exit(_UNDECIDED)
         found = json.loads(report.read_text())
 
-    from torchscout.preflight.page import page
+    from torchscout.preflight.page import html_page, page
 
+    if html is not None:
+        write_file(html, html_page(found))
     print_report(found, page(found), as_json=as_json, output=output)
     raise typer.Exit(found["exit_code"])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -34,6 +35,7 @@ def simulate(
 ) -> None:
     """Decide random faults in a job on paper, of up to 131,072 ranks, and compare with the truth.
 
+    A run that is interrupted or terminated reports the scenarios that it has decided until then.
     The exit status is 1 if wrong decisions are more frequent than 0.1%, or a healthy rank was named alone.
     """
     from torchscout.simulate.layouts import layout_of
@@ -46,6 +48,7 @@ def simulate(
         if decided.index % _EVERY == _EVERY - 1:
             print(f"{decided.index + 1} of {scenarios} scenarios", file=sys.stderr, flush=True)
 
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as by Ctrl-C: a partial report is printed
     report = report_of(chosen, scenarios, seed, show)
     print_report(report, _screen(report), as_json=as_json, output=output)
     goals = report["goals"]
@@ -57,6 +60,7 @@ def _screen(report: dict[str, Any]) -> str:
         (
             f"{report['layout']}: {report['ranks']:,} ranks ({report['degrees']}), "
             f"{report['scenarios']:,} scenarios, seed {report['seed']}"
+            f"{' (interrupted)' if report['interrupted'] else ''}"
         ),
         "",
     ]

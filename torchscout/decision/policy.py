@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from torchscout.decision.consensus import Status
 from torchscout.decision.progress import Phase
 from torchscout.decision.record import Action, Decision, Failure, Incident, Manifestation, Scope
 from torchscout.utils.text import listed, named
@@ -51,11 +52,16 @@ def decide(
 def _hang(incident: Incident, _: RecoveryConfig) -> Decision:
     if incident.action is Action.REPLACE:
         return _decision(incident, Action.REPLACE, Failure.MACHINES_GONE, "cannot be reached")
+    if incident.scope is Scope.JOB and incident.records[0].surface == "process":
+        return _decision(incident, Action.INSPECT, Failure.OTHER, "all trainers ended at the same time")
     # A named rank is late, whatever the reason. If ranks communicate different things, it is not always clear
     # which one is wrong, but a restart helps in any case.
     if incident.scope in (Scope.RANK, Scope.MACHINE) or incident.action is Action.RESTART:
         return _decision(incident, Action.RESTART, Failure.HANG, "stopped the job")
-    return _decision(incident, Action.INSPECT, Failure.HANG, "no rank is behind the others")
+    verdict = incident.records[0].verdict
+    is_undecided = verdict is not None and verdict.status is Status.INCONCLUSIVE
+    why = "it is not known who stopped the job" if is_undecided else "no rank is behind the others"
+    return _decision(incident, Action.INSPECT, Failure.HANG, why)
 
 
 def _sdc(incident: Incident, _: RecoveryConfig) -> Decision:

@@ -9,17 +9,12 @@ to enter the ``n``-th operation, counted from 1.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from enum import Enum
-from operator import itemgetter
 from typing import Any
 
-__all__ = ["CommGroup", "IssuedOp", "Phase", "Process", "Progress", "RankStatus", "Shared"]
-
-Shared = dict[Hashable, Any]
-"""Objects that were read before, by their text or values. The reports of ranks are much alike, and a line
-with all ranks would otherwise take memory in proportion to the square of their number."""
+__all__ = ["CommGroup", "IssuedOp", "Phase", "Process", "Progress", "RankStatus"]
 
 
 class Phase(str, Enum):
@@ -131,14 +126,13 @@ class Progress:
         return self.recent[-1] if is_on_host else None
 
     @classmethod
-    def from_json(cls, line: Mapping[str, Any], shared: Shared | None = None) -> Progress:
-        """Read JSON; equal objects are taken from ``shared``, and new ones added to it."""
-        shared = {} if shared is None else shared
+    def from_json(cls, line: Mapping[str, Any]) -> Progress:
+        """Raises ``LookupError``, ``TypeError`` or ``ValueError`` if this is not progress."""
         _require(line, _PROGRESS)
         for counts in (line["issued"], line.get("entered", {})):
             if not all(_is_int64(count) for count in counts.values()):
                 raise ValueError(f"operations must be counted by integers, got {counts!r:.80}")
-        recent = tuple([_issued(each, shared) for each in line["recent"]])
+        recent = tuple([_issued(each) for each in line["recent"]])
         return cls(**{**line, "phase": Phase(line["phase"]), "recent": recent})
 
 
@@ -161,14 +155,13 @@ class RankStatus:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, line: Mapping[str, Any], shared: Shared | None = None) -> RankStatus:
-        """Read JSON; equal objects are taken from ``shared``, and new ones added to it."""
+    def from_json(cls, line: Mapping[str, Any]) -> RankStatus:
         _require(line, _STANDING)
         progress = line["progress"]
         return cls(
             rank=line["rank"],
             process=Process(line["process"]),
-            progress=None if progress is None else Progress.from_json(progress, shared),
+            progress=None if progress is None else Progress.from_json(progress),
             waiting=line["waiting"],
             stack=line["stack"],
             doing=line.get("doing", ""),
@@ -217,18 +210,9 @@ def _is_int64(value: object) -> bool:
     return type(value) is int and -(1 << 63) <= value < 1 << 63
 
 
-def _issued(line: Mapping[str, Any], shared: Shared) -> IssuedOp:
+def _issued(line: Mapping[str, Any]) -> IssuedOp:
     _require(line, _ISSUED)
-    if line["sends"] is not None or line["receives"] is not None:
-        return IssuedOp(**{**line, **_splits(line)})
-    key = _without_splits(line)
-    issued: IssuedOp | None = shared.get(key)
-    if issued is None:
-        issued = shared[key] = IssuedOp(**line)
-    return issued
-
-
-_without_splits = itemgetter("line", "number", "fingerprint", "digest", "text")
+    return IssuedOp(**{**line, **_splits(line)})
 
 
 def _splits(issued: Mapping[str, Any]) -> dict[str, tuple[int, ...] | None]:

@@ -30,20 +30,23 @@ from typing import Any
 import zmq
 
 from torchscout.config import ObserverConfig
-from torchscout.decision.progress import Shared
 from torchscout.decision.record import Incident, Resolved
+from torchscout.observer.post import Post
 from torchscout.observer.protocol import (
     HUBS_AT_FIRST,
     LIMIT,
+    MAX_STACK,
     MISTAKES,
     Message,
-    RankReport,
     Tally,
     decode,
     encode,
     listen_limited,
 )
+from torchscout.observer.rank_report import RankReport
 from torchscout.observer.reported_incidents import Finding, ReportedIncidents
+from torchscout.observer.round_reports import Reports, Stack
+from torchscout.utils.packed_lists import pack
 
 __all__ = ["Compare", "Conclude", "Hub", "Round"]
 
@@ -51,12 +54,21 @@ _GATHERING_SECONDS = 10.0
 """How long observers may take to find a hub that was restarted."""
 _TRANSIT_SECONDS = 0.2
 """Time to request and send stacks, besides the time to take them."""
-_MAX_SHARED = 1 << 16
-"""Entries that the last reports may share; beyond that they are dropped, which only costs memory."""
+_STACK_BYTES = 64 << 20
+"""Room for the stacks of a round: those of a large job are cut more."""
+_MIN_STACK = 512
 _TOO_FEW = (
     "the observer of this rank was elected as hub, but only {} of {} observers have found it; it localizes "
     "hangs once more than half of them have"
 )
+_NEWS_BYTES = 64 << 20
+"""What an incident may have in all messages to observers; those of a larger job get the deciding record."""
+_DEADLINES, _REPORT_SECONDS = 4, 0.002
+"""The longest time for a round, in ``round_deadline_seconds`` and for each observer."""
+_MOST_AT_ONCE = 1024
+"""Connections that have not authenticated, in a large job."""
+_MESSAGES = 256
+"""Messages that are handled at the same time; then the clock is read again."""
 _FLUSH_SECONDS = 0.5
 """Time for the last messages to pass the listener, once the socket is closed."""
 
@@ -79,22 +91,29 @@ class Round:
     is_survey: bool = False
     takes_stacks: bool = False
     awaited: set[int] = field(default_factory=set)
-    reports: dict[int, RankReport] = field(default_factory=dict)
-    shared: Shared = field(default_factory=dict)
-    """What its reports have in common."""
+    posts: dict[int, Post] = field(default_factory=dict)
+    stacks: dict[int, Stack] = field(default_factory=dict)
+    patience: float = 0.0
+    """How long to wait for the next answer."""
+    latest: float = math.inf
+    """When it ends, however many answers still arrive."""
 
-    def add(self, rank: int, report: RankReport) -> None:
+    def add(self, rank: int, post: Post) -> None:
         if rank in self.awaited and not self.takes_stacks:
             self.awaited.discard(rank)
-            self.reports[rank] = report
+            self.posts[rank] = post
 
-    def add_stack(self, rank: int, stack: str, waiting: bool | None) -> None:
-        if waiting not in {True, False, None}:
-            raise ValueError(f"waiting is {waiting!r}")
+    def add_stack(self, rank: int, stack: Stack) -> None:
+        if stack.waiting not in {True, False, None}:
+            raise ValueError(f"waiting is {stack.waiting!r}")
         if rank in self.awaited and self.takes_stacks:
             self.awaited.discard(rank)
-            status = replace(self.reports[rank].status, stack=stack, waiting=waiting)
-            self.reports[rank] = replace(self.reports[rank], status=status)
+            self.stacks[rank] = stack
+
+    def answered(self, now: float) -> None:
+        """Wait a while longer: if one observer answers late, so do others, on a busy machine or in a large
+        job. Observers that are gone cost no more than that."""
+        self.deadline = max(self.deadline, min(now + self.patience, self.latest))
 
     def is_over(self, now: float) -> bool:
         return not self.awaited or now >= self.deadline
@@ -122,6 +141,9 @@ class Hub:
         self.tally = Tally()
         port = config.port and config.port + place
         self.socket, self._listener = listen_limited(context, token, config.address, port)
+        # All observers of a job connect at the same time, and on a busy machine a handshake takes a while.
+        at_once = min(max(size, self._listener.limits.connections), _MOST_AT_ONCE)
+        self._listener.limits = replace(self._listener.limits, connections=at_once)
         self.port = self._listener.port
         self.is_elected = place >= HUBS_AT_FIRST
         self.is_open = False
@@ -139,8 +161,8 @@ class Hub:
         self._has_majority = False
         self._since: float | None = None
         """Time of the first ``tick``."""
-        self._left: dict[int, tuple[RankReport, float]] = {}
-        self._shared: Shared = {}  # what those last reports have in common
+        self._left: dict[int, tuple[Post, float]] = {}
+        """Last posts, and when they came."""
         self._reported = ReportedIncidents()
         if not self.is_elected:
             self.open()
@@ -167,7 +189,9 @@ class Hub:
     def tick(self, now: float) -> None:
         """Handle the messages that have arrived, and conclude a round that is over."""
         self._since = now if self._since is None else self._since
-        while self.socket.poll(0, zmq.POLLIN):
+        for _ in range(_MESSAGES):
+            if not self.socket.poll(0, zmq.POLLIN):
+                break
             identity, *frames = self.socket.recv_multipart(zmq.NOBLOCK)
             message = decode(b"".join(frames), self.tally)
             if message is not None:
@@ -202,23 +226,33 @@ class Hub:
                 self._hold_round(rank, now, insistent=bool(message["insistent"]))
             case "survey":
                 self._hold_survey(now)
-            case "report":
-                current = self._round_of(message)
-                current.add(rank, _report_of(rank, message, current.shared, self._size))
+            case "post":
+                self._take(rank, Post(message["post"], self._size), now)
             case "stack":
-                self._round_of(message).add_stack(rank, str(message["stack"]), message["waiting"])
+                stack = Stack(str(message["stack"])[:MAX_STACK], message["waiting"])
+                self._round_of(message["round"]).add_stack(rank, stack)
+                self._round_of(message["round"]).answered(now)
             case "declined":
-                self._round = None if self._round is self._round_of(message) else self._round
-            case "leave":
-                self._note_departure(rank, _report_of(rank, message, self._shared, self._size), now)
+                self._round = None if self._round is self._round_of(message["round"]) else self._round
             case "moved":
                 self._resolve(rank, message)
             case kind:
                 raise ValueError(f"unknown kind {kind}")
 
-    def _round_of(self, message: Message) -> Round:
-        """Return the current round if the message belongs to it, or one that drops what is added."""
-        number, current = message["round"], self._round
+    def _take(self, rank: int, post: Post, now: float) -> None:
+        if post.header.rank != rank:
+            raise ValueError(f"rank {rank} reports for rank {post.header.rank}")
+        if post.kind == "report":
+            self._round_of(post.header.round).add(rank, post)
+            self._round_of(post.header.round).answered(now)
+            return
+        self._left[rank] = post, now
+        if self._round is not None:
+            self._round.add(rank, post)
+
+    def _round_of(self, number: int) -> Round:
+        """Return the current round if a message belongs to it, or one that drops what is added."""
+        current = self._round
         return current if current is not None and current.number == number else Round(number, 0.0)
 
     def _hold_round(self, rank: int, now: float, *, insistent: bool) -> None:
@@ -228,7 +262,7 @@ class Hub:
             return
         if self._is_gathering(now):
             return  # without an answer the observer asks the standby
-        self._send(rank, "accepted")
+        self._send(rank, "accepted", seconds=self._round_seconds)
         if self._round is not None and not self._round.is_survey:
             self._round.insistent |= insistent
             return
@@ -268,13 +302,19 @@ class Hub:
 
     def _ask_all(self, now: float, *, insistent: bool = False, survey: bool = False) -> Round:
         self._rounds += 1
-        deadline = now + self.config.round_deadline_seconds
-        started = Round(self._rounds, deadline, insistent, survey)
+        patience = self.config.round_deadline_seconds
+        started = Round(self._rounds, now + patience, insistent, survey, patience=patience)
+        started.latest = now + self._round_seconds
         kind = "sample" if survey else "ask"
-        for rank in range(self._size):
-            if rank not in self._left and self._send(rank, kind, round=started.number):
-                started.awaited.add(rank)
+        message = encode(kind, round=started.number, seconds=self._round_seconds)
+        left = self.left
+        started.awaited = {r for r in range(self._size) if r not in left and self._deliver(r, message)}
         return started
+
+    @property
+    def _round_seconds(self) -> float:
+        """The longest time for a round: it grows with the number of reports to read."""
+        return _DEADLINES * self.config.round_deadline_seconds + _REPORT_SECONDS * self._size
 
     def _advance_round(self, now: float) -> None:
         current = self._round
@@ -282,7 +322,7 @@ class Hub:
             return
         if current.is_survey:
             self._round = None
-            for incident in self._compare(current.reports):
+            for incident in self._compare(Reports(current.posts)):
                 self._publish(incident)
             return
         if not current.takes_stacks:
@@ -292,16 +332,20 @@ class Hub:
 
     def _ask_for_stacks(self, current: Round, now: float) -> None:
         current.takes_stacks = True
-        current.deadline = now + self.config.stack_seconds + _TRANSIT_SECONDS
-        still = [rank for rank, each in current.reports.items() if each.is_still and rank not in self._left]
-        current.awaited = {rank for rank in still if self._send(rank, "show", round=current.number)}
+        current.patience = self.config.stack_seconds + _TRANSIT_SECONDS
+        current.deadline = now + current.patience
+        still = [rank for rank, each in current.posts.items() if each.is_still and rank not in self._left]
+        characters = min(MAX_STACK, max(_MIN_STACK, _STACK_BYTES // max(1, len(still))))
+        message = encode("show", round=current.number, characters=characters)
+        current.awaited = {rank for rank in still if self._deliver(rank, message)}
 
     def _finish(self, finished: Round, now: float) -> None:
         self._round = None
         # Include the last reports of observers that have left, also during this round: a trainer that fails
         # is soon gone.
-        last = {rank: _aged(report, now - at) for rank, (report, at) in self._left.items()}
-        reports = last | finished.reports
+        last = {rank: post for rank, (post, _) in self._left.items()}
+        ages = {rank: now - at for rank, (_, at) in self._left.items() if rank not in finished.posts}
+        reports = Reports(last | finished.posts, finished.stacks, ages)
         incident = self._conclude(reports, finished.insistent)
         if incident is not None:
             incident = self._reported.traced(incident, reports)
@@ -317,17 +361,12 @@ class Hub:
         if resolved is not None and message["is_reporter"]:
             self._publish(resolved)
 
-    def _note_departure(self, rank: int, report: RankReport, now: float) -> None:
-        if len(self._shared) > _MAX_SHARED:
-            self._shared = {}
-        self._left[rank] = report, now
-        if self._round is not None:
-            self._round.add(rank, report)
-
     def _publish(self, item: Incident | Resolved) -> None:
         """Record it, and send it to every observer: its trainer may not share this run directory."""
         self._record(item)
-        message = encode("news", item=item.to_json())
+        message = _news(item)
+        if isinstance(item, Incident) and len(message) * self._size > _NEWS_BYTES:
+            message = _news(replace(item, records=item.records[:1]))
         for rank in range(self._size):
             self._deliver(rank, message)
 
@@ -353,17 +392,5 @@ class Hub:
         return True
 
 
-def _report_of(rank: int, message: Message, shared: Shared, size: int) -> RankReport:
-    report = RankReport.from_json(message["report"], shared, size)
-    known = [each for each in (report.status.progress, report.stalled) if each is not None]
-    for reported in (report.status.rank, *(each.rank for each in known)):
-        if reported != rank:
-            raise ValueError(f"rank {rank} reports for rank {reported}")
-    return report
-
-
-def _aged(report: RankReport, seconds: float) -> RankReport:
-    """Return the report of an observer that left so many seconds ago as it would be now."""
-    if report.gone_seconds is None:
-        return report
-    return replace(report, gone_seconds=report.gone_seconds + seconds)
+def _news(item: Incident | Resolved) -> bytes:
+    return encode("news", item=pack(item.to_json()))

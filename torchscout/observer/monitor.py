@@ -99,6 +99,7 @@ class ObserverHandle:
         """The settings, as last changed."""
         self._spec, self._home = spec, home
         self._hubs: Sequence[tuple[str, int]] | None = None
+        self._copied: Sequence[int] = ()
         self._questions = 0
         self._closing = False
         self._lock = threading.RLock()
@@ -125,11 +126,17 @@ class ObserverHandle:
         self._write(self._spec.to_json(), deadline)
         self.port = self._read(deadline)["port"]
 
-    def configure(self, hubs: Sequence[tuple[str, int]], *, timeout: float = 1.0) -> None:
-        """Send the addresses of all hubs, in the order of ``hub_ranks``. Call it once."""
+    def configure(
+        self, hubs: Sequence[tuple[str, int]], *, copied: Sequence[int] = (), timeout: float = 1.0
+    ) -> None:
+        """Send the addresses of all hubs, in the order of ``hub_ranks``. Call it once.
+
+        ``copied`` are the positions of hubs whose news this observer records, too.
+        """
         with self._lock:
-            self._write({"hubs": [list(address) for address in hubs]}, time.monotonic() + timeout)
-            self._hubs = hubs
+            line = {"hubs": [list(address) for address in hubs], "copied": list(copied)}
+            self._write(line, time.monotonic() + timeout)
+            self._hubs, self._copied = hubs, copied
 
     def keep_alive(self) -> None:
         """From now on restart the observer if it ends before it is closed, a few times.
@@ -161,7 +168,7 @@ class ObserverHandle:
             self._attach(_start_process(self._spec, self._home))
             self.start(_RESTART_TIMEOUT_SECONDS)
             if self._hubs is not None:
-                self.configure(self._hubs)
+                self.configure(self._hubs, copied=self._copied)
 
     def kill(self) -> None:
         self._closing = True
@@ -299,7 +306,8 @@ def start_monitor(
         communicators.together(problem)
         addresses = communicators.exchange([address, observer.port])
         hubs = hub_ranks(job.hosts)
-        observer.configure([tuple(addresses[rank]) for rank in hubs])
+        copied = [place for place, rank in enumerate(hubs) if job.copies_from(rank)]
+        observer.configure([tuple(addresses[rank]) for rank in hubs], copied=copied)
         observer.keep_alive()
         return HangMonitor(writer, publisher, observer, hubs, undo.pop_all())
     raise AssertionError("nothing above is suppressed")

@@ -26,17 +26,20 @@ from typing import TYPE_CHECKING, Any
 
 import zmq
 
-from torchscout.decision.policy import decide, is_allowed
 from torchscout.decision.record import EvidenceRecord, Incident, Manifestation, Resolved, from_json
 from torchscout.decision.recorder import JsonlRecorder, line_of
 from torchscout.observer.hub import Hub
-from torchscout.observer.protocol import HUBS_AT_FIRST, MISTAKES, Address, Client, Message, RankReport
+from torchscout.observer.late_decision import LateDecision
+from torchscout.observer.protocol import HUBS_AT_FIRST, MISTAKES, Address, Client, Message
+from torchscout.observer.rank_report import RankReport
 from torchscout.observer.record.directory import End, news_of
 from torchscout.observer.reported_incidents import Finding
 from torchscout.observer.round_client import RoundClient
+from torchscout.observer.round_reports import Reports
 from torchscout.observer.silence import threshold
 from torchscout.observer.spec import ObserverSpec, mesh_from
 from torchscout.observer.trainer import Ending, TrainerView
+from torchscout.utils.packed_lists import unpack
 
 if TYPE_CHECKING:
     from torchscout.decision.record import Recordable
@@ -68,8 +71,11 @@ class ObserverProcess:
         """For this process's hub, created by the first survey."""
         self._client: Client | None = None
         self._rounds: RoundClient | None = None
+        self._copied: frozenset[int] = frozenset()
+        """Hubs of machines that do not share the run directory, if this observer records what they find."""
         self._done_since: float | None = None
         self._end_trainer_at: float | None = None
+        self._late = LateDecision(spec)
         self._last_write_error = ""
         self._poller = zmq.Poller()
 
@@ -106,13 +112,18 @@ class ObserverProcess:
             for hub, message in self._client.receive():
                 self._handle(self._client, self._rounds, hub, message)
             self._rounds.tick(time.monotonic())
+        if self._trainer.ending is not None:
+            self._late.trainer_ended()
 
     def _handle(self, client: Client, rounds: RoundClient, hub: int, message: Message) -> None:
         try:
             if message["kind"] == "news":
-                item = from_json(message["item"])
+                item = from_json(unpack(message["item"]))
+                if hub in self._copied and isinstance(item, Incident | Resolved):
+                    self._write(item)
                 self._tell_trainer(item)
-                self._plan_end(item)
+                if self._late.must_end(item):  # it may be stopped, so that its threads cannot run
+                    self._end_trainer_at = time.monotonic() + _ENDING_SECONDS
             else:
                 rounds.handle(hub, message, time.monotonic())
         except MISTAKES:
@@ -147,6 +158,7 @@ class ObserverProcess:
 
     def _obey(self, line: Mapping[str, Any]) -> None:
         if "hubs" in line:
+            self._copied = frozenset(map(int, line.get("copied", ())))
             self._join([(str(host), int(port)) for host, port in line["hubs"]])
         if "config" in line:
             self.config = replace(self.config, **line["config"])
@@ -163,7 +175,13 @@ class ObserverProcess:
         assert self._client is None, "hubs are sent once"
         self._client = Client(self._context, self._spec.rank, self._spec.token, hubs)
         self._rounds = RoundClient(
-            self._trainer, self._client, self.config, self._report_locally, self._adopt, self._try_candidate
+            self._trainer,
+            self._client,
+            self.config,
+            self._report_locally,
+            self._adopt,
+            self._try_candidate,
+            self._spec.size,
         )
         for socket in self._client.sockets:
             self._poller.register(socket, zmq.POLLIN)
@@ -215,7 +233,7 @@ class ObserverProcess:
             token=self._spec.token,
             conclude=self._conclude,
             compare=self._compare,
-            record=self._write,
+            record=self._record,
             place=place,
         )
         try:
@@ -257,10 +275,9 @@ class ObserverProcess:
     ) -> None:
         """Report that a diagnosis failed. The hub goes on: the standby would fail in the same way."""
         _log_error(error)
-        steps = (each.status.progress.step for each in reports.values() if each.status.progress)
         self._report_locally(
             EvidenceRecord(
-                step=max(steps, default=0),
+                step=Reports.of(reports).last_step,
                 surface=surface,
                 manifestation=manifestation,
                 peers=tuple(sorted(reports)),
@@ -272,6 +289,11 @@ class ObserverProcess:
         """Record something that no other observer knows, and tell the trainer."""
         self._write(record)
         self._tell_trainer(record)
+
+    def _record(self, item: Incident | Resolved) -> None:
+        """Record what the hub of this process has found."""
+        self._late.is_author |= isinstance(item, Incident)
+        self._write(item)
 
     def _write(self, item: EvidenceRecord | Incident | Resolved) -> None:
         try:
@@ -297,15 +319,6 @@ class ObserverProcess:
         with suppress(OSError), path.open("ab") as file:  # the trainer may have left and removed the folder
             file.write(line_of(item))
 
-    def _plan_end(self, item: Recordable) -> None:
-        """End the trainer soon if the job must restart: it may be stopped, so that its threads cannot run."""
-        config = self._spec.recovery
-        if config is None or not isinstance(item, Incident) or item.manifestation is not Manifestation.HANG:
-            return
-        decision = decide(item, self._spec.restarts, config, has_verified=True)  # matters for SDC only
-        if is_allowed(decision, config):
-            self._end_trainer_at = time.monotonic() + _ENDING_SECONDS
-
     def _write_end(self, ending: Ending) -> None:
         """Record how the trainer ended, unless it has done so itself."""
         step = 0 if self._trainer.progress is None else self._trainer.progress.step
@@ -317,6 +330,7 @@ class ObserverProcess:
             _log_error(error)
 
     def _close(self) -> None:
+        self._late.close()
         if self._rounds is not None:
             self._rounds.leave(time.monotonic())
         for end in (self._client, self._hub):

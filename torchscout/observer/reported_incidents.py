@@ -10,9 +10,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from torchscout.decision.progress import Process
 from torchscout.decision.record import Incident, Resolved
-from torchscout.observer.protocol import RankReport
+from torchscout.observer.rank_report import RankReport
+from torchscout.observer.round_reports import Reports
+from torchscout.utils.packed_lists import pack, unpack
 from torchscout.utils.text import named, sentences
 
 __all__ = ["Finding", "ReportedIncidents", "after_timeout"]
@@ -46,16 +47,16 @@ class Finding:
             step=incident.step,
             ranks=incident.ranks,
             sentence=incident.sentence,
-            job_ended=any(report.status.process is Process.GONE for report in reports.values()),
+            job_ended=bool(Reports.of(reports).ended),
         )
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        return {**asdict(self), "ranks": pack([*self.ranks])}
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Finding:
         """Raises ``LookupError``, ``TypeError`` or ``ValueError`` if the document is not a finding."""
-        finding = cls(**{**document, "ranks": tuple(document["ranks"])})
+        finding = cls(**{**document, "ranks": tuple(unpack(document["ranks"]))})
         texts = (finding.scope, finding.surface, finding.sentence)
         numbers = (finding.step, *finding.ranks)
         types = [*map(type, texts), *map(type, numbers), type(finding.job_ended)]
@@ -94,9 +95,10 @@ class ReportedIncidents:
         cause, ranks = self._last, set(incident.ranks)
         if cause is None or ranks <= set(cause.ranks):
             return incident
-        if not all(rank in reports and reports[rank].has_timed_out for rank in ranks):
+        posted = Reports.of(reports)
+        if not all(rank in posted and posted.says(rank, "has_timed_out") for rank in ranks):
             return incident
-        gone = [rank for rank, report in sorted(reports.items()) if report.status.process is Process.GONE]
+        gone = posted.ended
         return after_timeout(cause, gone) if gone else None
 
     def report(self, incident: Incident, reports: Mapping[int, RankReport]) -> bool:

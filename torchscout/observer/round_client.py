@@ -25,14 +25,17 @@ from torchscout.config import ObserverConfig
 from torchscout.decision.record import EvidenceRecord, Manifestation
 from torchscout.observer import stacks
 from torchscout.observer.protocol import HUBS_AT_FIRST, Client, Message
+from torchscout.observer.rank_report import RankReport
 from torchscout.observer.reported_incidents import Finding
-from torchscout.observer.silence import SilenceDetector
+from torchscout.observer.silence import SilenceDetector, seconds_for
 from torchscout.observer.trainer import Ending, SurveySchedule, TrainerView
 
 __all__ = ["Election", "RoundClient"]
 
 _CONCLUDING_SECONDS = 2.0
 """How long a hub may take to conclude after the deadline of the reports."""
+_LONGEST_SECONDS = 600.0
+"""How long an observer waits for a round at most, whatever its hub says."""
 _LINGER_SECONDS = 1.0
 """How long an observer stays after the verdict on its trainer's death: other hubs may be asking."""
 
@@ -120,8 +123,11 @@ class RoundClient:
         record: Callable[[EvidenceRecord], None],
         on_outcome: Callable[[int, Finding | None], None],
         on_election: Callable[[int], None],
+        size: int = 1,
     ) -> None:
+        """``size``: the number of ranks, with which time limits grow."""
         self.trainer = trainer
+        self._size = size
         self.silence = SilenceDetector(config)
         self.surveys = SurveySchedule(config)
         self.rounds = 0
@@ -142,10 +148,14 @@ class RoundClient:
         self._named: _Named | None = None
         self._has_announced_end = False
         self._concluded_at: float | None = None
-        self._last_report: dict[str, Any] | None = None
+        self._last_report: RankReport | None = None
         """What ``leave`` sends."""
         self._left_hubs: set[int] = set()
         """Hubs that have received it."""
+
+    @property
+    def _failover_seconds(self) -> float:
+        return seconds_for(self.silence.config.failover_seconds, self._size)
 
     @property
     def is_announcing(self) -> bool:
@@ -167,16 +177,15 @@ class RoundClient:
         """Handle a message from a hub; raises one of ``MISTAKES`` if it is malformed."""
         kind, number = message["kind"], message.get("round")
         if kind == "accepted":
-            self._extend_wait(hub, now)
+            self._extend_wait(hub, message, now)
         elif kind == "sample":
             self._send_report(hub, number, now)
             self._survey_hub = hub
             self.surveys.held(self.trainer.phase_seconds(), now)
         elif kind == "ask":
-            self._answer(hub, number, now)
+            self._answer(hub, message, now)
         elif kind == "show":
-            stack = self.trainer.stack(self.silence.config)
-            self._client.send(hub, "stack", round=number, stack=stack, waiting=stacks.is_waiting(stack))
+            self._show(hub, number, int(message["characters"]))
         elif kind == "outcome":
             self._handle_outcome(hub, message.get("finding"), now)
 
@@ -194,10 +203,10 @@ class RoundClient:
         """
         if self._last_report is None:
             self._check_incident(now)
-            self._last_report = self.trainer.report(self.silence.config, 0.0, now).to_json()
+            self._last_report = self.trainer.report(self.silence.config, 0.0, now)
         hubs = set(range(len(self._client.sockets)))
         self._left_hubs |= {
-            hub for hub in hubs - self._left_hubs if self._client.send(hub, "leave", report=self._last_report)
+            hub for hub in hubs - self._left_hubs if self._client.post(hub, "leave", self._last_report)
         }
         return self._left_hubs == hubs
 
@@ -225,7 +234,7 @@ class RoundClient:
             self._survey_hub = (self._survey_hub + 1) % len(self._client.sockets)
 
     def _announce(self, now: float) -> None:
-        self._announcement = _Announcement(None, now + self.silence.config.failover_seconds)
+        self._announcement = _Announcement(None, now + self._failover_seconds)
         self._ask_one_of(self.election.order(), now)
 
     def _ask_one_of(self, hubs: Sequence[int], now: float) -> None:
@@ -236,14 +245,14 @@ class RoundClient:
         finding = self._finding.to_json() if insistent and self._finding is not None else None
         for hub in hubs:
             if self._client.send(hub, "announce", insistent=insistent, finding=finding):
-                self._announcement = _Announcement(hub, now + config.failover_seconds)
+                self._announcement = _Announcement(hub, now + self._failover_seconds)
                 if hub < HUBS_AT_FIRST:  # an elected one is in charge once it has answered
                     self._hub_in_charge = hub
                 return
         if self._announcement.hub is None and now < self._announcement.until:
             return  # a connection may be coming up
         if self.election.hold(now, config.election_seconds):
-            self._announcement = _Announcement(None, now + config.failover_seconds)
+            self._announcement = _Announcement(None, now + self._failover_seconds)
         else:
             self._announcement = None
             self._give_up(now)
@@ -275,18 +284,20 @@ class RoundClient:
             self._client.send(hub, "moved", is_reporter=hub == reporter, **fields)
         self._named = None
 
-    def _extend_wait(self, hub: int, now: float) -> None:
+    def _extend_wait(self, hub: int, message: Message, now: float) -> None:
+        """Wait for as long as the hub says that its round may take."""
         self.election.answered(hub)
         if self._announcement is not None and self._announcement.hub == hub:
-            seconds = self.silence.config.round_deadline_seconds + _CONCLUDING_SECONDS
-            self._announcement.until = now + seconds
+            seconds = max(float(message.get("seconds", 0)), self.silence.config.round_deadline_seconds)
+            self._announcement.until = now + min(seconds, _LONGEST_SECONDS) + _CONCLUDING_SECONDS
 
-    def _answer(self, hub: int, number: object, now: float) -> None:
+    def _answer(self, hub: int, message: Message, now: float) -> None:
+        number = message["round"]
         if max(self._hub_in_charge or 0, self.election.in_office) > hub:
             # It did not answer and was passed over. Now it is back, with an old announcement.
             self._client.send(hub, "declined", round=number)
             return
-        self._extend_wait(hub, now)
+        self._extend_wait(hub, message, now)
         self.trainer.look(now)
         self._send_report(hub, number, now)
         progress = self.trainer.progress
@@ -294,12 +305,17 @@ class RoundClient:
             self._reported = progress.step, now - progress.silent_seconds
         self.silence.round_held(None if progress is None else progress.coordinate, now)
 
-    def _send_report(self, hub: int, number: object, now: float) -> None:
+    def _send_report(self, hub: int, number: Any, now: float) -> None:
         self.rounds += 1
         progress = self.trainer.progress
         silent = 0.0 if progress is None else self.silence.silent_seconds(progress, now)
         report = self.trainer.report(self.silence.config, silent, now)
-        self._client.send(hub, "report", round=number, report=report.to_json())
+        self._client.post(hub, "report", report, number)
+
+    def _show(self, hub: int, number: Any, characters: int) -> None:
+        stack = self.trainer.stack(self.silence.config)
+        shown = stacks.trim(stack, max(0, characters))
+        self._client.send(hub, "stack", round=number, stack=shown, waiting=stacks.is_waiting(stack))
 
     def _handle_outcome(self, hub: int, document: Mapping[str, Any] | None, now: float) -> None:
         finding = None if document is None else Finding.from_json(document)

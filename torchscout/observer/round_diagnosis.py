@@ -12,13 +12,17 @@ from dataclasses import replace
 from typing import Any
 
 from torchscout.decision.consensus import Status, Verdict
-from torchscout.decision.hang.diagnosis import diagnose
+from torchscout.decision.hang.diagnosis import diagnose, explain
+from torchscout.decision.hang.evidence import HangEvidence
 from torchscout.decision.progress import Phase, Process, RankStatus
 from torchscout.decision.record import Action, EvidenceRecord, Incident, Manifestation, Scope
 from torchscout.decision.straggler.diagnosis import PhaseDiagnosis
 from torchscout.mesh import Mesh
-from torchscout.observer.protocol import RankReport
+from torchscout.observer.post import FLAGS
+from torchscout.observer.rank_report import RankReport
 from torchscout.observer.reported_incidents import after_timeout
+from torchscout.observer.round_columns import table_of
+from torchscout.observer.round_reports import Reports
 from torchscout.utils.text import listed, named, sentences
 
 __all__ = ["compare_phases", "conclude"]
@@ -31,71 +35,65 @@ _SUSPECTS, _VICTIMS = 8, 3
 _PROTOCOL = ("fingerprint", "digest", "splits")
 """First parts of the surfaces that show members issuing different operations; see ``hang.divergence``."""
 
-_Reports = Mapping[int, RankReport]
 
-
-def conclude(reports: _Reports, mesh: Mesh, *, insistent: bool = False) -> Incident | None:
+def conclude(reports: Mapping[int, RankReport], mesh: Mesh, *, insistent: bool = False) -> Incident | None:
     """Return the incident that the round shows; ``insistent`` if it is not the first round of a silence.
 
     A rank that moves may be about to end everyone's wait. So the first round does not blame anybody while a
     rank moves, nor does it call a group undecided whose members issued different operations: the moving rank
     may yet join the majority.
     """
-    if (cause := _cause_of_timeout(reports, mesh)) is not None:
-        return replace(cause, records=(*cause.records, *_shown(reports, cause)))
-    gone, moving = _first_gone(reports), any(report.moving for report in reports.values())
-    lost = _lost_machines(reports, mesh) if gone else ()
+    posted = Reports.of(reports)
+    if (cause := _cause_of_timeout(posted, mesh)) is not None:
+        return replace(cause, records=(*cause.records, *_shown(posted, cause)))
+    gone, moving = _first_gone(posted), bool(posted.flags & FLAGS["moving"])
+    lost = _lost_machines(posted, mesh) if gone else ()
     if moving and not insistent and not gone:
         return None
-    incident = _diagnose([report.status for report in reports.values()], reports, mesh)
+    incident = explain(HangEvidence(table_of(posted), mesh))
     if moving and not insistent and incident is not None and _is_undecided(incident):
         return None
     if gone and not _explains(incident, lost or gone, moving=moving):
-        incident = _departure(reports, lost or gone, mesh)
-    if incident is None or _is_excused(incident, reports):
+        incident = _departure(posted, lost or gone, mesh)
+    if incident is None or _is_excused(incident, posted):
         return None
-    return replace(incident, records=(*incident.records, *_shown(reports, incident)))
+    if incident.action is Action.REPLACE and 2 * len(posted) < len(mesh):
+        incident = _undecided(incident, posted, mesh)
+    return replace(incident, records=(*incident.records, *_shown(posted, incident)))
 
 
-def compare_phases(reports: _Reports, diagnosis: PhaseDiagnosis) -> list[Incident]:
+def compare_phases(reports: Mapping[int, RankReport], diagnosis: PhaseDiagnosis) -> list[Incident]:
     """Return the incidents that this survey shows, together with the ones before it."""
+    posted = Reports.of(reports)
     milliseconds: dict[Phase, dict[int, float]] = defaultdict(dict)
-    for rank, report in reports.items():
-        for phase, seconds in report.phase_seconds.items():
-            milliseconds[phase][rank] = 1000 * seconds
-    return diagnosis.observe(_last_step(reports), milliseconds)
+    for rank, post in posted.posts.items():
+        for phase, seconds in post.rest.get("phase_seconds", {}).items():
+            milliseconds[Phase(phase)][rank] = 1000 * seconds
+    return diagnosis.observe(posted.last_step, milliseconds)
 
 
-def _diagnose(statuses: Sequence[RankStatus], reports: _Reports, mesh: Mesh) -> Incident | None:
-    return diagnose(statuses, {line.key: line for each in reports.values() for line in each.lines}, mesh)
-
-
-def _last_step(reports: _Reports) -> int:
-    steps = [each.status.progress.step for each in reports.values() if each.status.progress is not None]
-    return max(steps, default=0)
-
-
-def _is_excused(incident: Incident, reports: _Reports) -> bool:
+def _is_excused(incident: Incident, reports: Reports) -> bool:
     """Return whether all ranks that it names are within their allowance, and nobody is about to be ended."""
-    is_allowed = all(rank in reports and reports[rank].excused for rank in incident.ranks)
-    return is_allowed and not any(report.is_pressed for report in reports.values())
+    is_allowed = all(rank in reports and reports.says(rank, "excused") for rank in incident.ranks)
+    return is_allowed and not reports.flags & FLAGS["is_pressed"]
 
 
-def _cause_of_timeout(reports: _Reports, mesh: Mesh) -> Incident | None:
+def _cause_of_timeout(reports: Reports, mesh: Mesh) -> Incident | None:
     """Return who was waited for, if trainers ended because they had waited too long.
 
     NCCL's watchdog and Gloo's timeout end the ranks that wait, not the rank that they wait for.
     """
     gone = _first_gone(reports)
-    if not gone or any(reports[rank].stalled is None for rank in gone):
+    if not gone or any(reports.stalled(rank) is None for rank in gone):
         return None
     statuses = [
-        report.status
-        if report.stalled is None
-        else replace(report.status, process=Process.RUNNING, progress=report.stalled, waiting=None)
-        for report in reports.values()
+        reports.status(rank)
+        if (stalled := reports.stalled(rank)) is None
+        else replace(reports.status(rank), process=Process.RUNNING, progress=stalled, waiting=None)
+        for rank in reports
     ]
-    incident = _diagnose(statuses, reports, mesh)
+    lines = table_of(reports).lines
+    incident = diagnose(statuses, lines, mesh)
     if incident is None or not set(gone).isdisjoint(incident.ranks):
         return None
     return after_timeout(incident, gone)
@@ -120,34 +118,52 @@ def _is_about_protocol(incident: Incident) -> bool:
     return incident.records[0].surface.partition("/")[0] in _PROTOCOL
 
 
-def _first_gone(reports: _Reports) -> list[int]:
-    since = {rank: each.gone_seconds for rank, each in reports.items() if each.gone_seconds is not None}
-    longest = max(since.values(), default=0.0)
-    first = sorted(rank for rank, seconds in since.items() if seconds >= longest - _TOGETHER_SECONDS)
+def _first_gone(reports: Reports) -> list[int]:
+    longest = max(reports.gone.values(), default=0.0)
+    first = sorted(rank for rank, seconds in reports.gone.items() if seconds >= longest - _TOGETHER_SECONDS)
     # A peer that loses its connection to a killed trainer may fail within that time.
-    return [rank for rank in first if reports[rank].was_killed] or first
+    return [rank for rank in first if reports.says(rank, "was_killed")] or first
 
 
-def _lost_machines(reports: _Reports, mesh: Mesh) -> list[int]:
+def _lost_machines(reports: Reports, mesh: Mesh) -> list[int]:
     """Return the ranks of machines from which nobody reported: trainers elsewhere ended because of that."""
     reporting = {mesh.host_of(rank) for rank in reports} | {None}
     return [rank for rank in range(len(mesh)) if rank not in reports and mesh.host_of(rank) not in reporting]
 
 
-def _departure(reports: _Reports, gone: Sequence[int], mesh: Mesh) -> Incident:
+def _undecided(incident: Incident, reports: Reports, mesh: Mesh) -> Incident:
+    """Return the incident without a name: a minority cannot tell whether the others are gone, or whether it
+    is itself cut off from them."""
+    deciding = incident.records[0]
+    if deciding.verdict is not None:
+        verdict = Verdict(Status.INCONCLUSIVE, (), deciding.verdict.evidence)
+        deciding = replace(deciding, verdict=verdict)
+    everybody = tuple(range(len(mesh)))
+    answered = f"only {len(reports)} of {len(mesh)} ranks answered"
+    return replace(
+        incident,
+        scope=Scope.JOB,
+        ranks=everybody,
+        hosts=mesh.hosts_of(everybody),
+        records=(deciding, *incident.records[1:]),
+        action=Action.INSPECT,
+        sentence=sentences(answered, "the others are gone, or these are cut off from them"),
+    )
+
+
+def _departure(reports: Reports, gone: Sequence[int], mesh: Mesh) -> Incident:
     """Return the incident that these trainers, or their machines, ended early. It needs no vote."""
     ranks = sorted({*reports, *gone})
     # Causal evidence, as in the wait graph: it names a rank in a job of any size.
-    ended = tuple(int(rank not in reports or reports[rank].status.process is Process.GONE) for rank in ranks)
+    ended = tuple(int(rank not in reports or reports.process(rank) is Process.GONE) for rank in ranks)
     positions = {rank: position for position, rank in enumerate(ranks)}
-    known = [each.status.progress for each in reports.values() if each.status.progress is not None]
     record = EvidenceRecord(
-        step=_last_step(reports),
+        step=reports.last_step,
         surface="process",
         manifestation=Manifestation.HANG,
         peers=tuple(ranks),
         verdict=Verdict(Status.ATTRIBUTED, tuple(positions[rank] for rank in gone), ended),
-        stall_seconds=max((progress.silent_seconds for progress in known), default=0.0),
+        stall_seconds=reports.silent_seconds,
     )
     hosts = Counter(mesh.host_of(rank) for rank in gone)
     is_whole_job = 1 < len(gone) == len(mesh)
@@ -167,7 +183,7 @@ def _departure(reports: _Reports, gone: Sequence[int], mesh: Mesh) -> Incident:
     )
 
 
-def _sentence(reports: _Reports, gone: Sequence[int], mesh: Mesh) -> str:
+def _sentence(reports: Reports, gone: Sequence[int], mesh: Mesh) -> str:
     if gone[0] not in reports:
         hosts = mesh.hosts_of(gone)
         machines = f"machine {hosts[0]} is" if len(hosts) == 1 else f"machines {listed(hosts)} are"
@@ -176,30 +192,30 @@ def _sentence(reports: _Reports, gone: Sequence[int], mesh: Mesh) -> str:
         shown = ", ".join(map(str, gone[:8])) + (", ..." if len(gone) > 8 else "")
         return f"The trainers of ranks {shown} ended before they had finished."
     (rank,) = gone
-    host, progress = mesh.host_of(rank), reports[rank].status.progress
+    host, progress = mesh.host_of(rank), reports.status(rank).progress
     who = f"rank {rank}" if host is None else f"rank {rank} on {host}"
     where = "" if progress is None else f", in {progress.phase.in_words} of step {progress.step}"
     return f"The trainer of {who} ended before it had finished{where}."
 
 
-def _shown(reports: _Reports, incident: Incident) -> list[EvidenceRecord]:
+def _shown(reports: Reports, incident: Incident) -> list[EvidenceRecord]:
     """Return stacks and open operations of suspects and of a few other ranks, unless the records of the
     incident show them already."""
     proved = {record.progress["rank"] for record in incident.records if record.progress is not None}
     suspects = set(incident.ranks)
-    with_stack = [rank for rank in sorted(reports) if reports[rank].status.stack and rank not in proved]
+    with_stack = [rank for rank, stack in sorted(reports.stacks.items()) if stack.text and rank not in proved]
     shown = [rank for rank in with_stack if rank in suspects][:_SUSPECTS]
     shown += [rank for rank in with_stack if rank not in suspects][:_VICTIMS]
     ordered = [*sorted(suspects), *sorted(reports.keys() - suspects)][: _SUSPECTS + _VICTIMS]
-    return [_stack(reports[rank].status, incident) for rank in shown] + [
+    return [_stack(reports.status(rank), incident) for rank in shown] + [
         _record(
             incident,
             "flight_recorder",
             f"operations of rank {rank} that are not over, by the Flight Recorder: shown, not compared",
-            {"rank": rank, **(reports[rank].operations or {})},
+            {"rank": rank, **operations},
         )
         for rank in ordered
-        if rank in reports and reports[rank].operations is not None
+        if rank in reports and (operations := reports.posts[rank].rest.get("operations")) is not None
     ]
 
 

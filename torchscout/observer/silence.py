@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from torchscout.config import ObserverConfig
 from torchscout.decision.progress import Phase, Progress
 
-__all__ = ["LONGEST_REPEAT_SECONDS", "SilenceDetector", "allowance", "threshold"]
+__all__ = ["LONGEST_REPEAT_SECONDS", "SilenceDetector", "allowance", "seconds_for", "threshold"]
 
 LONGEST_REPEAT_SECONDS = 300.0
 _SUSPENDED_SECONDS = 2.0
@@ -36,6 +36,17 @@ def allowance(config: ObserverConfig, phase: Phase, step_seconds: Sequence[float
     }.get(phase)
     # The first step compiles and connects, in whatever phase it is.
     return allowed if step_seconds else max(config.startup_seconds, allowed or 0.0)
+
+
+_SMALL_JOB = 1024
+_POST_SECONDS = 5e-5
+"""Processor time of a hub to receive and check one post."""
+
+
+def seconds_for(seconds: float, size: int) -> float:
+    """Return a time limit of the hub as it applies to a job of ``size`` ranks: a hub that reads the posts of
+    many ranks is busy, not lost."""
+    return seconds + max(0, size - _SMALL_JOB) * _POST_SECONDS
 
 
 class SilenceDetector:

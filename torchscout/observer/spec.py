@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, astuple, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchscout.config import ObserverConfig, RecoveryConfig, StragglerConfig
-from torchscout.decision.record import Decision, from_json
+from torchscout.decision.restart_plan import RestartPlan
 
 if TYPE_CHECKING:
     from torchscout.mesh import Mesh
@@ -48,9 +48,13 @@ class ObserverSpec:
     mesh: Mapping[str, Any] | None = None
     """The result of ``describe_mesh``; required for a rank that may host a hub."""
     recovery: RecoveryConfig | None = None
-    """If it may end the trainer when the job must restart; None if it must not."""
-    restarts: tuple[Decision, ...] = ()
-    """The decisions that restarted this job so far."""
+    """How it decides in place of a trainer that cannot; None if it must not."""
+    plan: RestartPlan = field(default_factory=RestartPlan.first)
+    """The restart plan that the job began with."""
+    plan_folders: tuple[str, ...] = ()
+    """Where restart plans are written; if there are none, nothing is carried out."""
+    directory: str = "/"
+    """The trainer's current folder."""
     is_restarted: bool = False
     """Whether it replaces an observer that has ended, so that the others must first find its hub again."""
 
@@ -68,16 +72,19 @@ class ObserverSpec:
         return Path(self.run_dir) / "observers" / f"rank-{self.rank}.log"
 
     def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "restarts": [each.to_json() for each in self.restarts]}
+        # Without the mesh, which ``asdict`` would copy number by number.
+        plain = asdict(replace(self, hub=None, mesh=None, plan=RestartPlan.first()))
+        return {**plain, "hub": self.hub, "mesh": self.mesh, "plan": self.plan.to_json()}
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> ObserverSpec:
-        recovery, restarts = document["recovery"], map(from_json, document["restarts"])
+        recovery = document["recovery"]
         converted = {
             "config": ObserverConfig(**document["config"]),
             "straggler": StragglerConfig(**document["straggler"]),
             "recovery": None if recovery is None else RecoveryConfig(**recovery),
-            "restarts": tuple(each for each in restarts if isinstance(each, Decision)),
+            "plan": RestartPlan.from_json(document["plan"]),
+            "plan_folders": tuple(map(str, document["plan_folders"])),
         }
         return cls(**{**document, **converted})
 
@@ -101,18 +108,21 @@ def hub_ranks(hosts: Sequence[str | None]) -> tuple[int, ...]:
 
 def describe_mesh(mesh: Mesh) -> dict[str, Any]:
     """Return a mesh as plain JSON; ``mesh_from`` reads it."""
-    ranks = range(len(mesh))
-    hosts = [mesh.host_of(rank) for rank in ranks]
+    hosts = [mesh.host_of(rank) for rank in range(len(mesh))]
     return {
-        "dense": [astuple(mesh.address_of(rank, "dense")) for rank in ranks],
-        "expert": [astuple(mesh.address_of(rank, "expert")) for rank in ranks],
+        "dense": mesh.rows("dense"),
+        "expert": mesh.rows("expert"),
         "hosts": None if None in hosts else hosts,
     }
 
 
 def mesh_from(document: Mapping[str, Any]) -> Mesh:
     # Imported here because it brings numpy, and most observers never need a mesh.
-    from torchscout.mesh import Mesh, MeshAddress
+    import numpy as np
 
-    dense, expert = ([MeshAddress(*row) for row in document[table]] for table in ("dense", "expert"))
+    from torchscout.mesh import AXES, Mesh
+
+    dense, expert = (
+        np.array(document[table], dtype=np.int64).reshape(-1, len(AXES)) for table in ("dense", "expert")
+    )
     return Mesh(dense, document["hosts"], expert_addresses=expert)

@@ -128,11 +128,14 @@ def _settled(file: int, timeout: float) -> str:
 def trim(stack: str, limit: int) -> str:
     """Return at most ``limit`` characters of the stacks: whole threads, and the main one in any case."""
     kept: list[str] = []
-    for thread in reversed(_threads(stack)):  # faulthandler lists the main thread last
+    threads = _threads(stack)
+    for thread in reversed(threads):  # faulthandler lists the main thread last
         if sum(map(len, kept)) + len(thread) > limit:
             break
         kept.append(thread)
-    return "".join(reversed(kept)) or stack[:limit]  # in the same order, so that the main one stays last
+    if not kept and threads:
+        return threads[-1][:limit]
+    return "".join(reversed(kept))  # in the same order, so that the main one stays last
 
 
 class _Frame(NamedTuple):

@@ -22,7 +22,8 @@ from torchscout.config import ObserverConfig
 from torchscout.decision.progress import CommGroup, Phase, Process, Progress, RankStatus
 from torchscout.errors import TornRecordError
 from torchscout.observer import stacks
-from torchscout.observer.protocol import RankReport
+from torchscout.observer.protocol import MAX_STACK
+from torchscout.observer.rank_report import RankReport
 from torchscout.observer.record.directory import How, read_end
 from torchscout.observer.record.reader import ProgressReader
 from torchscout.observer.silence import LONGEST_REPEAT_SECONDS, allowance
@@ -128,7 +129,6 @@ def _latest(phase: Phase, durations: Durations) -> frozenset[float]:
     return frozenset(durations[phase][-SAMPLES[phase] :])
 
 
-_STACK_CHARACTERS = 8192
 _REQUESTS_TO_END = {signal.SIGHUP, signal.SIGINT, signal.SIGTERM}
 _STALL_SECONDS = 1.0
 _WATCHDOG_SECONDS = 60.0
@@ -152,7 +152,8 @@ class Ending(Enum):
     ASKED = "asked"
     """By SIGTERM, SIGINT or SIGHUP: usually the whole job is being ended."""
     FAILED = "failed"
-    """In any other way, or in an unknown one."""
+    """In any other way, or in an unknown one; also while an exception ends the interpreter, which may take
+    long: checkpoints are written first."""
 
 
 @dataclass(slots=True)
@@ -208,6 +209,9 @@ class TrainerView:
             if self._wait_status is None and self._was_terminated():
                 self.ending = Ending.ASKED
             self._gone_since = None if self.ending is Ending.FINISHED else now
+        if self.reader.is_failing:  # a launcher may end it meanwhile, which is not why it ends
+            self.ending = Ending.FAILED
+            self._gone_since = now if self._gone_since is None else self._gone_since
 
     @property
     def _was_killed(self) -> bool:
@@ -217,6 +221,7 @@ class TrainerView:
         """Return the ending in the words of the run directory."""
         if ending is Ending.FAILED:
             exited = self._wait_status is not None and not self._wait_status & 0x7F
+            exited |= self.reader.is_failing
             return "failed" if exited else "killed"
         return "interrupted" if ending is Ending.ASKED else "finished"
 
@@ -264,7 +269,7 @@ class TrainerView:
         if self._stack is None or self.ending is not None:
             return ""
         stack = stacks.take(self.reader.pid, self._stack, config.stack_signal, config.stack_seconds)
-        return stacks.trim(stack, _STACK_CHARACTERS)
+        return stacks.trim(stack, MAX_STACK)
 
     def _rank_status(self) -> RankStatus:
         if self.ending is Ending.FINISHED:

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 
-from torchscout.checkpoint.restart_plan import RestartPlan
+from torchscout.decision.restart_plan import RestartPlan
 from torchscout.errors import RestartPlanError
 from torchscout.log import log
 from torchscout.utils.identity import is_host_name
@@ -31,6 +31,8 @@ class Quarantine:
         """``store`` is a ``torch.distributed.Store``, ``folder`` that of the restart plan."""
         self._store, self._folder = store, folder
         self._key = f"torchscout.quarantine.{run_id}"
+        self._published: int | None = None
+        """When the plan was written that was published last, in nanoseconds."""
         self._replace("", "{}")  # reading a key that does not exist would block
 
     def plan(self) -> RestartPlan:
@@ -40,6 +42,17 @@ class Quarantine:
         except RestartPlanError as error:
             log.warning("%s; it is ignored", error)
             return RestartPlan.first()
+
+    def publish_new(self) -> None:
+        """Publish the plan if it was written since: observers may decide after the agent has begun to wait;
+        see [Note: the launcher is first]."""
+        try:
+            written = RestartPlan.path(self._folder).stat().st_mtime_ns
+        except OSError:
+            return
+        if written != self._published:
+            self._published = written
+            self.publish(self.plan())
 
     def publish(self, plan: RestartPlan) -> bool:
         """Add the plan's excluded machines for all agents; return whether any of them is new."""

@@ -6,7 +6,8 @@ added:
 
 - An agent publishes the machines that its restart plan excludes before it leaves a round. So all agents know
   them before the next round opens, and the agent of such a machine never joins it: it waits, without workers,
-  until the job ends. It does not exit, because it may host the store of the rendezvous.
+  until the job ends. It does not exit, because it may host the store of the rendezvous. Where workers failed
+  before there was a verdict, their observers write the plan later, and the agent publishes it while it waits.
 - An agent that was not in the last round, a standby, joins a new one later than those that were: their
   machines have the job's state in memory.
 - An agent for which there is no place waits without a time limit. Torch does not park one that was on the
@@ -40,7 +41,7 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous import c10d_rendezvous_backend as c10d
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous as dynamic
 
-from torchscout.checkpoint.restart_plan import FOLDER_VARIABLE, RestartPlan
+from torchscout.decision.restart_plan import FOLDER_VARIABLE, RestartPlan
 from torchscout.log import log, show_by_default
 from torchscout.plugins.quarantine import Quarantine
 from torchscout.utils._torch import RendezvousAction, RendezvousJoin
@@ -175,6 +176,7 @@ class ScoutRendezvous(RendezvousHandler):
     def _next_action(self, operation: Callable[[Any, float], Any], context: Any, deadline: float) -> Any:
         """What to do to join a round, given its state."""
         state, node = context.state, context.node
+        self._quarantine.publish_new()
         quarantined = self._quarantine.hosts()
         is_participant = node in state.participants
         is_full = len(state.participants) >= context.settings.max_nodes

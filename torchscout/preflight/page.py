@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from html import escape
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
-from torchscout.utils.text import WIDEST, columns, listed, wrapped
+from torchscout.report.page import tables_markup, tables_page
+from torchscout.utils.tables import stacked, table
+from torchscout.utils.text import listed
 
-__all__ = ["page"]
+__all__ = ["html_page", "page"]
 
 _WORDS = {"sdc": "wrong results", "straggler": "slow", "hang": "silent"}
 _FOUND_NOTHING = "nothing found"
@@ -25,13 +26,30 @@ def page(report: Mapping[str, Any]) -> str:
     parts += [f"  {reason}" for reason in report["reasons"]]
     if report["incidents"] or report["reasons"]:
         parts.append("")
-    parts += [_table(["machine", "ranks", "device", "found"], [*_machines(report)]), ""]
-    parts += [_table(["covered", "", "times"], [*_covered(report["coverage"])])]
+    parts += [table(["machine", "ranks", "device", "found"], [*_machines(report)]), ""]
+    parts += [table(["covered", "", "times"], [*_covered(report["coverage"])])]
     not_checked = report["coverage"]["not_checked"]
     parts += [f"Not checked: {name}: {why}" for name, why in [*not_checked.items()][:_MOST_REASONS]]
     if report["run_dir"] is not None:
         parts += ["", f"Evidence: {report['run_dir']}"]
-    return _stacked(parts)
+    return stacked(parts)
+
+
+def html_page(report: Mapping[str, Any]) -> str:
+    """Return the same as one HTML file, in the style of the report of a run."""
+    said = [*(each["sentence"] for each in report["incidents"]), *report["reasons"]]
+    not_checked = [*report["coverage"]["not_checked"].items()]
+    parts = [
+        f"<p>{escape(_headline(report))}</p>",
+        f"<ul>{''.join(f'<li>{escape(each)}</li>' for each in said)}</ul>" if said else "",
+        "<h2>Machines</h2>",
+        tables_markup(["machine", "ranks", "device", "found"], _machines(report)),
+        "<h2>Covered</h2>",
+        tables_markup(["covered", "what", "times"], _covered(report["coverage"])),
+    ]
+    if not_checked:
+        parts += ["<h2>Not checked</h2>", tables_markup(["what", "why"], not_checked)]
+    return tables_page("scout preflight", "\n".join(parts))
 
 
 def _headline(report: Mapping[str, Any]) -> str:
@@ -81,23 +99,3 @@ def _covered(coverage: Mapping[str, Any]) -> Iterator[list[str]]:
 
 def _counted(number: int, what: str) -> str:
     return f"{number} {what}" if number == 1 else f"{number} {what}s"
-
-
-def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    for head in heads:
-        made.add_column(head, overflow="fold")
-    for row in rows:
-        made.add_row(*map(Text, row))
-    return made
-
-
-def _stacked(parts: Sequence[Table | str]) -> str:
-    console = Console(width=columns() or WIDEST, highlight=False, markup=False, emoji=False)
-    with console.capture() as captured:
-        for part in parts:
-            if isinstance(part, Table):
-                console.print(part)
-            else:
-                console.out(wrapped(part, 2), highlight=False)
-    return "\n".join(line.rstrip() for line in captured.get().splitlines())

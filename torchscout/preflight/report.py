@@ -71,10 +71,6 @@ class Report:
     run_dir: str | None
 
     @property
-    def is_undecided(self) -> bool:
-        return self.conclusion is Conclusion.UNDECIDED
-
-    @property
     def named(self) -> tuple[int, ...]:
         """The ranks that incidents name."""
         return tuple(sorted({rank for each in self.incidents if self._names(each) for rank in each.ranks}))

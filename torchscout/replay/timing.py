@@ -25,7 +25,6 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -43,7 +42,6 @@ __all__ = ["host_ahead", "timed", "timed_transfer"]
 _TIMEOUT_SECONDS = 5.0
 _READS = 8
 """How often a clock is read again if the thread had to wait for a core in between."""
-_SCHEDSTAT = Path("/proc/thread-self/schedstat")
 _LEAD_CYCLES = 20_000_000
 """Cycles of a device's clock: about 10 ms."""
 _gives_lead = False
@@ -185,14 +183,6 @@ class _HostClock:
     def own_milliseconds(self, begin: Any, end: Any) -> float:
         """Without the time in which the thread waited for a core."""
         return self.milliseconds(begin, end) - 1e3 * float(end.waited - begin.waited)
-
-
-def _waited_for_a_core() -> float:
-    """Return the seconds in which this thread was runnable without a core so far; 0 if that is not known."""
-    try:
-        return int(_SCHEDSTAT.read_bytes().split()[1]) / 1e9
-    except (OSError, IndexError, ValueError):
-        return 0.0
 
 
 class _DeviceClock(_HostClock):

@@ -109,6 +109,14 @@ class Comparisons:
             if known is None or row.count > known.count:
                 self.compared[key] = row
 
+    def with_times(self, records: Iterable[EvidenceRecord]) -> Comparisons:
+        """Return these comparisons with the times among some further records."""
+        made = Comparisons()
+        made.compared, made.not_checked = self.compared, self.not_checked
+        made.times = {series: dict(rounds) for series, rounds in self.times.items()}
+        made.add_times(records)
+        return made
+
     def add_times(self, records: Iterable[EvidenceRecord]) -> None:
         """Add the times among these records."""
         for each in records:

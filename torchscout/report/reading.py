@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,17 @@ from torchscout.decision.recorder import (
 from torchscout.observer.record.directory import End, RankEntry, read_ends, read_roster_entries
 from torchscout.report.comparisons import Comparisons
 
-__all__ = ["MOST_PROBLEMS", "Reported", "Run", "is_run", "read_run"]
+__all__ = [
+    "MOST_PROBLEMS",
+    "Reported",
+    "Run",
+    "is_run",
+    "joined",
+    "read_events",
+    "read_ranks",
+    "read_records",
+    "read_run",
+]
 
 MOST_PROBLEMS = 200
 """Problems that are kept in words; further ones are counted."""
@@ -130,25 +140,48 @@ def is_run(run_dir: Path) -> bool:
 
 def read_run(run_dir: Path) -> Run:
     """Read all files of a run directory; what cannot be read is in ``Run.problems``."""
+    return joined(str(run_dir), read_ranks(run_dir), read_events(run_dir), read_records(run_dir))
+
+
+def joined(run_dir: str, ranks: Run, events: Run, records: Run) -> Run:
+    """Return one run of the parts that ``read_ranks``, ``read_events`` and ``read_records`` have read."""
+    run = replace(events, run_dir=run_dir, entries=ranks.entries, ends=ranks.ends, problems=[], unlisted=0)
+    run.with_records = records.with_records
+    of_incidents = [each for reported in events.incidents for each in reported.incident.records]
+    run.comparisons = records.comparisons.with_times(of_incidents)
+    for part in (ranks, events, records):
+        for problem in part.problems:
+            run.note(problem)
+        run.unlisted += part.unlisted
+    return run
+
+
+def read_events(run_dir: Path) -> Run:
+    """Read incidents, decisions, starts, and which checkpoints could be trusted."""
     run = Run(str(run_dir))
-    _read_ranks(run, run_dir)
     _read_incidents(run, run_dir / INCIDENTS_FILE)
     for line in _lines(run, run_dir / HISTORY_FILE):
         if isinstance(line.item, Started):
             run.starts.append((line.time, line.item))
         elif isinstance(line.item, Trust):
             run.trust.append((line.time, line.item))
+    return run
+
+
+def read_records(run_dir: Path) -> Run:
+    """Read the records of all ranks, which takes long in a large job."""
+    run = Run(str(run_dir))
     for rank, path in sorted(_records(run, run_dir / RECORDS_FOLDER).items()):
         run.with_records.add(rank)
         run.comparisons.add_rank(
             line.item for line in _lines(run, path) if isinstance(line.item, EvidenceRecord | Agreements)
         )
-    for reported in run.incidents:
-        run.comparisons.add_times(reported.incident.records)
     return run
 
 
-def _read_ranks(run: Run, run_dir: Path) -> None:
+def read_ranks(run_dir: Path) -> Run:
+    """Read where each rank runs, and how it ended."""
+    run = Run(str(run_dir))
     try:
         for entry in read_roster_entries(run_dir):
             if isinstance(entry, ValueError):
@@ -163,6 +196,7 @@ def _read_ranks(run: Run, run_dir: Path) -> None:
     except OSError as error:
         run.note(error)
     run.entries.sort(key=lambda entry: entry.rank)
+    return run
 
 
 def _read_incidents(run: Run, path: Path) -> None:

@@ -29,13 +29,14 @@ def announce(
     has_model: bool,
 ) -> None:
     """Log once, on rank 0, where the run directory is and which subsystems are on."""
-    if job.rank:
-        return
     ranks, hosts = len(job.mesh), len(set(job.hosts))
     size = f"{ranks} rank{'s' * (ranks > 1)} on {hosts} machine{'s' * (hosts > 1)}"
-    log.info("attached to %s; run directory: %s", size, job.run_dir)
     started = Started(step=0, sentence=f"torchscout was attached to {size}.")
-    parts.boundary.guarded(lambda: record_one(job.run_dir, job.rank, started))
+    if job.rank == 0 or job.copies_from(0):
+        parts.boundary.guarded(lambda: record_one(job.run_dir, job.rank, started))
+    if job.rank:
+        return
+    log.info("attached to %s; run directory: %s", size, job.run_dir)
     if parts.monitor is None or observer is None:
         why = "observer=None" if observer is None else parts.boundary.failures[-1]
         log.warning("hang detection is off: %s", why)

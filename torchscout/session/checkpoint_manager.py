@@ -63,6 +63,9 @@ from torchscout.session.resumption import (
 
 __all__ = ["CheckpointManager"]
 
+_COPY_SECONDS = 30.0
+"""How long a job that resumes waits at most for the copies of the loaded state on other machines."""
+
 
 class CheckpointManager:
     """Checkpoints of a model and its optimizers, until ``close``."""
@@ -239,12 +242,6 @@ class CheckpointManager:
             decision, wanted = self._previous_run.chosen(failure)
             decision = replace(decision, is_swept=decision.is_swept and self._config.verify_on_resume)
             loaded = load_first_usable(gate, decision, wanted, load, sweep)
-        except UnavailableError as error:
-            reason = f"{str(error).rstrip('.')}."
-            if start_over:
-                self._start_over(gate)
-                return Resumption(0, None, None, f"{reason} The job starts from step 0, as requested.")
-            raise UnavailableError(f"{reason} {WAYS_OUT.format(folder=self._disk)}") from None
         except NoUsableCheckpointError as error:
             self._gate = gate
             for each in dict.fromkeys(error.lost):
@@ -253,6 +250,12 @@ class CheckpointManager:
             self._gate = replace(self._gate, poisoned=self._gate.step)
             self._write_ledgers()
             raise
+        except UnavailableError as error:
+            reason = f"{str(error).rstrip('.')}."
+            if start_over:
+                self._start_over(gate)
+                return Resumption(0, None, None, f"{reason} The job starts from step 0, as requested.")
+            raise UnavailableError(reason, WAYS_OUT.format(folder=self._disk)) from None
         resumed = self._resumed(gate, loaded)
         return resumed if resharding is None else resharding.described(resumed)
 
@@ -275,8 +278,8 @@ class CheckpointManager:
         self._write_ledgers()
         gate = self._gate
         self._writer.later(lambda: self._keeper.tidy(gate))
-        if self._replication.replicator is not None and fetched.path is not None:
-            self._replication.replicator.send(fetched.path)  # its holder may be new and have no copy
+        if fetched.path is not None:  # its holder may be new and have no copy
+            self._replication.copy(fetched.path, min(_COPY_SECONDS, self._config.timeout_seconds))
         return loaded.resumption(self._member.rank, is_trusted=fetched.generation in self._gate.trusted)
 
     def _configured(self, gate: CheckpointGate) -> CheckpointGate:

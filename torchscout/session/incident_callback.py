@@ -31,23 +31,28 @@ class IncidentCallback:
         callbacks: Sequence[Callable[[Incident], None]],
         failed: Callable[[Exception], None],
         path: Path | None = None,
+        copy: Callable[[int, Incident], None] = lambda *_: None,
     ) -> None:
-        """``failed`` is called with what a callback raises; the next callback is still called."""
+        """``failed`` is called with what a callback raises; the next callback is still called. ``copy`` is
+        called with an incident of ``add`` and the rank that has recorded it."""
         self.incidents: list[Incident] = []
         """The incidents of this session so far."""
         self._rank, self._callbacks, self._failed = rank, callbacks, failed
+        self._copy = copy
         self._file = None if path is None else Follower(path)
         self._uncalled: queue.SimpleQueue[Incident] = queue.SimpleQueue()
         """Incidents that the callbacks have not been called with yet."""
         self._looking = threading.Lock()
-        self._closing = threading.Event()
+        self._closing, self._wake = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="torchscout-news", daemon=True)
         self._thread.start()
 
-    def add(self, incidents: Iterable[Incident]) -> None:
-        """Take the incidents that a check found on any rank."""
+    def add(self, writer: int, incidents: Iterable[Incident]) -> None:
+        """Take incidents that a check found on any rank; ``writer`` is the rank that has recorded them."""
         for incident in incidents:
+            self._copy(writer, incident)
             self._take(incident)
+        self._wake.set()
 
     def wait(self, seconds: float) -> None:
         """Wait until there is an incident, at most for this long."""
@@ -59,6 +64,7 @@ class IncidentCallback:
     def close(self) -> None:
         """Call the callbacks with all incidents that are known by now, and stop. Idempotent."""
         self._closing.set()
+        self._wake.set()
         self._thread.join(timeout=2 * _POLL_SECONDS)
         if not self._thread.is_alive():
             self._callbacks = ()  # they refer to parts that are closed as well
@@ -94,7 +100,9 @@ class IncidentCallback:
             log.warning("step %d: %s: %s", item.step, item.surface, item.reason)
 
     def _run(self) -> None:
-        while not self._closing.wait(_POLL_SECONDS):
+        while not self._closing.is_set():
+            self._wake.wait(_POLL_SECONDS)
+            self._wake.clear()
             self.look()
         self.look()
         if self._file is not None:

@@ -96,10 +96,9 @@ class Reconnection:
         """Return why the first rank has left."""
         return self._ask(lambda: str(self._store.get("reason").decode(errors="replace")))
 
-    def is_reporter(self) -> bool:
-        """Return whether this rank is the one that reports the end of all attempts: the first that asks."""
-        own = str(self._rank)
-        return self._ask(lambda: bool(self._store.compare_set("reporter", "", own) == own.encode()))
+    def reporter(self) -> int:
+        """Return the rank that reports the end of all attempts: the first that asks."""
+        return self._ask(lambda: int(self._store.compare_set("reporter", "", str(self._rank))))
 
     def close(self) -> None:
         """End the thread. Idempotent."""

@@ -17,16 +17,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torchscout.checkpoint.restart_plan import FOLDER_VARIABLE, RestartPlan
 from torchscout.communicators import Communicators, Job
 from torchscout.config import RecoveryConfig
+from torchscout.decision.decision_command import start_command
 from torchscout.decision.policy import decide, is_allowed
 from torchscout.decision.record import Action, Decision, Incident
 from torchscout.decision.recorder import record_one
+from torchscout.decision.restart_plan import FOLDER_VARIABLE, RestartPlan, write_plans
 from torchscout.errors import RestartPlanError, ScoutError
 from torchscout.log import log
 from torchscout.observer.record.directory import End, RankEntry
-from torchscout.session.decision_command import start_command
 from torchscout.utils.text import listed
 
 if TYPE_CHECKING:
@@ -37,7 +37,10 @@ __all__ = ["EXIT_STATUS", "Recovery"]
 EXIT_STATUS = 128 + signal.SIGTERM
 """Of a worker that leaves so that the job restarts. Observers count it as asked to end, not as failed."""
 _SECONDS_TO_REPORT = 1.0
-"""Before the other ranks leave: the launcher ends all ranks as soon as one has left."""
+"""Before the other ranks leave: the launcher ends all ranks as soon as one has left. The rank that reports
+leaves after half of it, when all ranks know that they leave: a lost connection is then no failure."""
+_MOST_CHARACTERS = 800
+"""Of a reason in a decision; a restart plan has limits."""
 
 
 @dataclass(slots=True)
@@ -51,6 +54,10 @@ class Recovery:
     """Where the restart plan is written; without one, nothing is carried out."""
     checkpoints: CheckpointManager | None
     exit: Callable[[int], object] = os._exit
+    leaving: Decision | None = None
+    """The decision because of which this process is about to leave."""
+    is_ending: bool = False
+    """Whether an exception ends this process: its observer decides in its place."""
     entry: RankEntry | None = None
     """This rank's entry in the run directory."""
 
@@ -73,7 +80,9 @@ class Recovery:
             plan = plan if folder is None else RestartPlan.read(Path(folder))
         except RestartPlanError as error:
             log.warning("%s; it is ignored", error)
-        plans = [RestartPlan.from_json(each) for each in communicators.exchange(plan.to_json())]
+        # Equal documents are one object, so that most plans are read once.
+        found = {id(each): each for each in communicators.exchange(plan.to_json())}
+        plans = [RestartPlan.from_json(each) for each in found.values()]
         plan = max(plans, key=lambda each: (each.is_stopped, len(each.restarts)))
         if plan.is_stopped:
             raise ScoutError(
@@ -91,6 +100,15 @@ class Recovery:
         """Whether any decision is carried out."""
         return bool(self.config.act) and self.folder is not None
 
+    @property
+    def plan_folders(self) -> tuple[Path, ...]:
+        """Where this rank writes the restart plan; nowhere if nothing is carried out."""
+        if self.folder is None or not self.config.act:
+            return ()
+        agents = os.environ.get(FOLDER_VARIABLE)
+        folders = (Path(self.folder).absolute(), Path(agents or self.folder).absolute())
+        return tuple(dict.fromkeys(folders))
+
     def handle(self, incident: Incident) -> None:
         """Decide about an incident, and end this process if the job is to restart."""
         # A job without SCOUT's checkpoints restarts from its own, which are not SCOUT's to judge.
@@ -100,37 +118,71 @@ class Recovery:
         named = [(rank, self.job.devices[rank]) for rank in decision.ranks if rank < len(self.job.devices)]
         devices = tuple(f"rank {rank}: {device}" for rank, device in named if device)
         decision = replace(decision, devices=devices, is_carried_out=is_carried_out)
-        if self.job.rank == incident.logged_by:
+        is_reporter, is_leaving = self.job.rank == incident.logged_by, is_carried_out and not self.is_ending
+        self.leaving = decision if is_leaving else self.leaving
+        if is_reporter:
             self._report(decision)
-        elif is_carried_out:
-            time.sleep(_SECONDS_TO_REPORT)
-        if is_carried_out:
+        elif self.job.copies_from(incident.logged_by) and not self.is_ending:
+            self._record(decision)
+        if is_leaving:
+            time.sleep(_SECONDS_TO_REPORT / 2 if is_reporter else _SECONDS_TO_REPORT)
             self._leave(decision)
+
+    def fails(self) -> None:
+        """Called when an exception ends this process. If it is about to leave, the exception is a consequence
+        of that, and it leaves now; otherwise its observer decides in its place."""
+        if self.leaving is not None:
+            self._leave(self.leaving)
+        self.is_ending = True
+
+    def nothing_to_resume(self, reason: str) -> None:
+        """Stop a job that was restarted and has no checkpoint left: its launcher would restart it in vain."""
+        if not (self.plan_folders and self.plan.restarts):
+            return
+        last = self.plan.restarts[-1]
+        decision = Decision(
+            step=last.step,
+            action=Action.STOP,
+            failure=self.plan.failure,
+            ranks=last.ranks,
+            hosts=last.hosts,
+            sentence=f"Stop the job: {reason[:_MOST_CHARACTERS]}",
+            is_carried_out=True,
+        )
+        if self.job.rank == 0:
+            self._report(decision)
+        for problem in write_plans(self.plan.after(decision), self.plan_folders):
+            log.warning("%s", problem)
 
     def plan_was_used(self) -> None:
         """Note that this run has loaded the checkpoint that the plan asks for; the history stays."""
         if self.folder is not None and self.plan.restarts:
             self.plan = self.plan.used()
-            self.plan.write(Path(self.folder))
+            for problem in write_plans(self.plan, [Path(self.folder)]):
+                log.warning("%s", problem)
 
     def _report(self, decision: Decision) -> None:
         kept = "" if decision.is_carried_out else " (not carried out)" if self.config.act else " (dry run)"
         log.warning("decision%s: %s", kept, decision.sentence)
         if decision.devices:
             log.warning("named devices: %s", listed(decision.devices))
+        if self.is_ending:
+            return
         if self.config.on_decision:
             start_command(self.config.on_decision, self.config.on_decision_seconds, decision)
+        self._record(decision)
+
+    def _record(self, decision: Decision) -> None:
         try:
             record_one(self.job.run_dir, self.job.rank, decision)
         except OSError as error:  # a full disk must not keep this rank from leaving
             log.warning("the decision could not be recorded: %s", error)
 
     def _leave(self, decision: Decision) -> None:
-        assert self.folder is not None
-        agents = os.environ.get(FOLDER_VARIABLE)
-        folders = {Path(self.folder).absolute(), Path(agents or self.folder).absolute()}
-        are_written = [_write(self.plan.after(decision), each) for each in folders]
-        if decision.action is Action.STOP and not all(are_written):
+        problems = write_plans(self.plan.after(decision), self.plan_folders)
+        for problem in problems:
+            log.warning("%s", problem)
+        if decision.action is Action.STOP and problems:
             return  # without the plan, the launcher would restart the job
         self._record_end(decision)
         sys.stdout.flush()
@@ -147,13 +199,3 @@ class Recovery:
             End(rank, "interrupted", decision.step, record, decision.sentence).write(self.job.run_dir)
         except OSError as error:
             log.warning("the end of rank %d could not be recorded: %s", rank, error)
-
-
-def _write(plan: RestartPlan, folder: Path) -> bool:
-    """All ranks write the same plan, each on its own machine."""
-    try:
-        plan.write(folder)
-    except OSError as error:
-        log.warning("the restart plan could not be written: %s", error)
-        return False
-    return True

@@ -25,6 +25,7 @@ from torchscout.decision.straggler.measured import Measured
 from torchscout.decision.summary import SummaryRecorder
 from torchscout.log import log
 from torchscout.mesh import LayerKind, Mesh
+from torchscout.replay.finite import FINITE, FiniteState
 from torchscout.replay.recipe import Mode, Recipe
 from torchscout.replay.recipes.owned_state import OWNED_STATE, OwnedStateRecipe
 from torchscout.replay.recipes.replicated_state import ReplicatedStateRecipe
@@ -68,11 +69,11 @@ class ReplayParts:
     boundary: Boundary
     finish_update: Callable[[], None]
     """See ``adapters.base.Adapter``."""
-    on_incidents: Callable[[list[Incident]], None]
-    """Called on every rank with the incidents that a check found on any rank."""
+    on_incidents: Callable[[int, list[Incident]], None]
+    """Called on every rank with a rank that has recorded incidents, and these."""
+    keeps_history: bool  # whether this rank records which checkpoints can be trusted
     still_alive: Callable[[], None]
-    """Called repeatedly in a check that takes long because results differ, so that it is not taken for a
-    hang."""
+    """Called repeatedly in a check that takes long because results differ, which is no hang."""
 
 
 class _Ballot(NamedTuple):
@@ -113,22 +114,19 @@ class ReplayDriver:
         slow, shared = config.straggler, config.baseline
         if self._device.type != "cuda":
             slow, shared = slow.on_host(), shared.on_host()
+        by_all = config.records == "all"
         self._times = TimeComparison(
-            parts.mesh,
-            self._rank,
-            parts.communicators,
-            slow,
-            shared,
-            by_all=config.records == "all",
-            guard=self._guard,
+            parts.mesh, self._rank, parts.communicators, slow, shared, by_all=by_all, guard=self._guard
         )
         self._replayer.doubted = self._doubted
-        self._recorder = parts.recorder if config.records == "all" else SummaryRecorder(parts.recorder, slow)
+        self._recorder = parts.recorder if by_all else SummaryRecorder(parts.recorder, slow)
         self._step_began = time.monotonic()
         self._last_check = 0
         """The step of the previous check, after which state may have been captured."""
         self._compared: Compared | None = None
         """What ranks have agreed on in the current check, if they have."""
+        self._finite: FiniteState | None = None
+        """Whether state is finite, during a check."""
         self._concluded: Findings | None = None
         self._found: list[Incident] = []
         """Incidents that this rank reports to all ranks at the end of a check."""
@@ -203,16 +201,18 @@ class ReplayDriver:
     def _check(self, step: int, began: float) -> None:
         self._parts.finish_update()
         check, findings = self._covered_at(step), Findings()
+        self._finite = self._guard(lambda: FiniteState(self._recipes))  # read when devices have replayed
         try:
             self._replayer.check(step, findings)
         finally:
             # What peers have compared counts, even if the ranks lose each other before the vote.
             if self._concluded is not findings and findings.records:
                 self._conclude_here(findings)
-        compared = self._compared
+        compared, self._compared = self._compared, None
         assert compared is not None, "every check calls _doubted"
         if compared.doubted:
             compared = self._exchange(step, findings, findings.measured, is_final=True)
+        self._finite = None
         self._certify(step, compared, check)
         self._pace.check_took(self._now() - began, check.paths, findings.on_shapes)
         self._guard(self._report_coverage)
@@ -260,8 +260,11 @@ class ReplayDriver:
         live = [each for each in records if each.surface != CAPTURED]
         outcome = outcome_of(live, (), findings.targets, self._config.require)
         share = min((each.share for each in self._owned_state), default=1.0)
-        if outcome.accepted and (reason := unwatched(share, self._config.watched)) is not None:
-            self._history.held_up[OWNED_STATE] = reason
+        not_finite = None if self._finite is None else self._finite.problem()
+        unmet = {OWNED_STATE: unwatched(share, self._config.watched), FINITE: not_finite}
+        held_up = {name: why for name, why in unmet.items() if why is not None}
+        if outcome.accepted and held_up:
+            self._history.held_up |= held_up
             return Outcome.NOT_CHECKED
         return outcome
 
@@ -282,7 +285,7 @@ class ReplayDriver:
             self._rotation.take_back(EXPERTS, step)
         counted = [*highest]
         self._guard(lambda: self._certifier.decide(step, counted, check))
-        if self._rank == 0:
+        if self._parts.keeps_history:
             self._guard(lambda: self._recorder.record(trust_in(self._certifier.state(), step)))
         self._unsettled, self._last_check = Outcome.HEALTHY, step
         if agreed.changes > self._settings.adopted:
@@ -415,9 +418,9 @@ class ReplayDriver:
         """Pass the incidents of all ranks to ``on_incidents``, if any rank has found one."""
         own, self._found = self._found, []
         if were_found:
-            by_rank = self._communicators.exchange([each.to_json() for each in own])
-            incidents = [from_json(each) for of_rank in by_rank for each in of_rank]
-            self._parts.on_incidents([each for each in incidents if isinstance(each, Incident)])
+            for rank, found_by in enumerate(self._communicators.exchange([each.to_json() for each in own])):
+                every = map(from_json, found_by)
+                self._parts.on_incidents(rank, [each for each in every if isinstance(each, Incident)])
 
     def _write(self, records: Sequence[EvidenceRecord]) -> None:
         def write() -> None:

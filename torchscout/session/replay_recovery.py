@@ -195,16 +195,18 @@ class RecoveringReplay:
         outage = self._outage
         assert outage is not None, "checks have failed"
         reconnection, outage.reconnection, outage.next = outage.reconnection, None, None
-        first, is_reporter = None, self._boundary.rank == 0
+        first, reporter = None, 0
         if reconnection is not None:
             first = self._boundary.guarded(reconnection.first_reason)
-            is_reporter = bool(self._boundary.guarded(reconnection.is_reporter))
+            reporter = self._boundary.guarded(reconnection.reporter)
             reconnection.close()
         outage.reason = f"{reason} (first {first})" if first else reason
         incident = self._incident(outage)
-        if is_reporter:
+        if reporter == self._boundary.rank:
             self._boundary.guarded(lambda: self._recorder.record(incident))
-        self._boundary.guarded(lambda: self._on_incidents([incident]))
+        # Without an answer of the store it is not known who has recorded it: nobody copies it then.
+        writer = self._boundary.rank if reporter is None else reporter
+        self._boundary.guarded(lambda: self._on_incidents(writer, [incident]))
         self._write(outage.sentence(), is_on=False)
         self._boundary.guarded(self.driver.close)
 

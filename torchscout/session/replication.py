@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -60,6 +61,23 @@ class StateReplication:
     def checked(self) -> None:
         """Called after a check. A step with a check takes longer for another reason than a copy."""
         self._since = None
+
+    def copy(self, path: Path, seconds: float) -> None:
+        """Copy this file, and wait for so long: if this machine is lost next, its state must be elsewhere."""
+        if self.replicator is None:
+            return
+        is_over, copied = threading.Event(), list[bool]()
+
+        def over(was_copied: bool) -> None:
+            copied.append(was_copied)
+            is_over.set()
+
+        self.replicator.send(path, over)
+        if not is_over.wait(seconds) or not copied[0]:
+            log.warning(
+                "rank %d: another machine has no copy of the loaded state yet: it is lost with this machine",
+                self._job.rank,
+            )
 
     @property
     def newest(self) -> int | None:

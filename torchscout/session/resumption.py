@@ -278,12 +278,12 @@ def _obstacle(remains: Sequence[RankRemains]) -> str | None:
     )
 
 
-class NoUsableCheckpointError(CheckpointError):
+class NoUsableCheckpointError(UnavailableError):
     """The loaded state must not be trained on, and there is no other checkpoint."""
 
     def __init__(self, reason: str, lost: Sequence[Generation]) -> None:
         super().__init__(
-            f"{reason} To start from step 0, restart the job and call session.resume(start_over=True)."
+            reason, "To start from step 0, restart the job and call session.resume(start_over=True)."
         )
         self.lost = lost
         """The generations that a restarted job must not try again."""

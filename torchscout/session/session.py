@@ -10,12 +10,14 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 from torchscout.decision.progress import Phase
 from torchscout.decision.record import Failure, Incident, Started
 from torchscout.decision.recorder import IncidentLog, record_one
+from torchscout.errors import UnavailableError
 from torchscout.log import log
 from torchscout.observer.monitor import HangMonitor
 from torchscout.observer.record.directory import End, How, RankEntry
@@ -226,9 +228,14 @@ class Session:
             raise ValueError(f"call resume() before training; {self.step} steps are done")
         sweep = None if self._replay is None else self._replay.driver.sweep
         failure = Failure.OTHER if self._recovery is None else self._recovery.plan.failure
-        resumed = self._manager().resume(
-            sweep, start_over=start_over, failure=failure, reshard=layout is not None
-        )
+        try:
+            resumed = self._manager().resume(
+                sweep, start_over=start_over, failure=failure, reshard=layout is not None
+            )
+        except UnavailableError as error:  # on all ranks alike
+            if self._recovery is not None:
+                self._guarded(partial(self._recovery.nothing_to_resume, error.reason))
+            raise
         if self._recovery is not None:
             self._guarded(self._recovery.plan_was_used)
         self._start_after(resumed.step)
@@ -332,6 +339,10 @@ class Session:
         if os.getpid() != self._pid:
             return
         error, incidents = getattr(sys, "last_value", None), self._callback
+        if self._monitor is not None and how_ended(error) == "failed":
+            if self._recovery is not None:
+                self._guarded(self._recovery.fails)
+            self._monitor.writer.failing()
         if error is not None and incidents is not None and self.rank == 0:
             incidents.wait(_VERDICT_SECONDS)
         if self._checkpoints is not None:

@@ -7,14 +7,16 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from torchscout.decision.hang.evidence import Ints
+from torchscout.decision.hang.table import Ints
 from torchscout.decision.progress import Process
 from torchscout.decision.record import Incident
 from torchscout.observer.hub import Round
-from torchscout.observer.protocol import RankReport
+from torchscout.observer.post import Post
+from torchscout.observer.rank_report import RankReport
 from torchscout.observer.round_diagnosis import conclude
+from torchscout.observer.round_reports import Reports
 from torchscout.simulate.job import Job
-from torchscout.simulate.reports import STEP, Reporter
+from torchscout.simulate.reports import STEP, Reporter, Stand
 from torchscout.simulate.scoring import Truth
 from torchscout.simulate.spread import Faults, Standing, spread
 
@@ -33,26 +35,43 @@ class Hang:
     """One round of the observers."""
 
     truth: Truth
-    reports: Mapping[int, RankReport]
-    early: Mapping[int, RankReport] = field(default_factory=dict)
-    """Reports of an earlier round, whose senders still moved."""
+    posts: Mapping[int, Post]
+    early: Mapping[int, Post] = field(default_factory=dict)
+    """Posts to an earlier round, whose senders still moved."""
+    repeated: frozenset[int] = frozenset()
+    """Ranks whose posts arrive twice, as after a reconnection."""
     insistent: bool = False
+
+    @property
+    def reports(self) -> Reports:
+        return Reports(self.posts)
 
     def decide(self, job: Job) -> list[Incident]:
         """Conclude the rounds as a hub does it."""
-        found = conclude(self._gathered(self.early), job.mesh) if self.early else None
+        found = conclude(self._gathered({**self.posts, **self.early}), job.mesh) if self.early else None
         if found is None:
             insistent = self.insistent or bool(self.early)
-            found = conclude(self._gathered({}), job.mesh, insistent=insistent)
+            found = conclude(self._gathered(self.posts), job.mesh, insistent=insistent)
         return [] if found is None else [found]
 
-    def _gathered(self, early: Mapping[int, RankReport]) -> dict[int, RankReport]:
-        """Every report arrives twice, as after a reconnection; a round keeps the first."""
-        gathering = Round(1, deadline=0.0, awaited=set(self.reports))
-        for reports in (early, self.reports):
-            for rank, report in reports.items():
-                gathering.add(rank, report)
-        return gathering.reports
+    def _gathered(self, posts: Mapping[int, Post]) -> Reports:
+        gathering = Round(1, deadline=0.0, awaited=set(posts))
+        for rank, post in posts.items():
+            gathering.add(rank, post)
+            if rank in self.repeated:
+                gathering.add(rank, post)
+        return Reports(gathering.posts, gathering.stacks)
+
+
+@dataclass(slots=True)
+class _Round:
+    """What observers report before anything is sent."""
+
+    truth: Truth
+    reports: dict[int, Stand | RankReport]
+    early: dict[int, Stand | RankReport] = field(default_factory=dict)
+    repeated: frozenset[int] = frozenset()
+    insistent: bool = False
 
 
 @dataclass(slots=True)
@@ -89,12 +108,20 @@ class Hangs:
     def make(self, family: str, condition: str, chance: np.random.Generator) -> Hang:
         """Make one scenario of a family, over Gloo or, with devices that enter operations, over NCCL."""
         if family == "pause":
-            return self._pause(chance)
+            return self._sent(self._pause(chance))
         draft: _Draft = _MAKERS[family](self, chance)
         on_devices = not draft.late_hosts or bool(chance.random() < 0.5)
         reports = self._reports(draft, chance, on_devices=on_devices)
-        hang = Hang(self._truth(draft), {r: each for r, each in reports.items() if r not in draft.absent})
-        return self._disturbed(hang, condition, chance)
+        told = _Round(self._truth(draft), {r: each for r, each in reports.items() if r not in draft.absent})
+        self._disturb(told, condition, chance)
+        return self._sent(told)
+
+    def _sent(self, told: _Round) -> Hang:
+        posts, early = (
+            {rank: self.reporter.post(rank, report) for rank, report in each.items()}
+            for each in (told.reports, told.early)
+        )
+        return Hang(told.truth, posts, early, told.repeated, told.insistent)
 
     def _truth(self, draft: _Draft) -> Truth:
         waited = draft.standing.waited_for
@@ -167,25 +194,23 @@ class Hangs:
         tick, line = self._slot(chance, self._rank(chance))
         return _Draft(spread(self.job, Faults(stuck={line: tick})), group=frozenset(self.job.members(line)))
 
-    def _pause(self, chance: np.random.Generator) -> Hang:
+    def _pause(self, chance: np.random.Generator) -> _Round:
         """Nobody is at fault: all ranks evaluate for long, or ranks move and a round was asked for early."""
         moving = bool(chance.random() < 0.5)
         where = (
             STEP * self._length + chance.integers(self._length.max(), size=self.job.size) * moving
         ).tolist()
-        reports = {
-            rank: self.reporter.report(rank, issued, waiting=False, at_communication=False)
-            for rank, issued in enumerate(where)
-        }
+        plain = [Stand(issued, waiting=False, at_communication=False) for issued in where]
+        reports: dict[int, Stand | RankReport] = dict(enumerate(plain))
         if moving:
             few = chance.choice(self.job.size, max(1, self.job.size // 100), replace=False)
-            reports |= {int(rank): replace(reports[int(rank)], moving=True) for rank in few}
-        return Hang(Truth(), reports, insistent=not moving)
+            reports |= {rank: plain[rank]._replace(moving=True) for rank in few.tolist()}
+        return _Round(Truth(), reports, insistent=not moving)
 
     def _reports(
         self, draft: _Draft, chance: np.random.Generator, *, on_devices: bool
-    ) -> dict[int, RankReport]:
-        standing, job, report = draft.standing, self.job, self.reporter.report
+    ) -> dict[int, Stand | RankReport]:
+        standing, job = draft.standing, self.job
         steps, ticks = np.divmod(standing.tick, len(job.ticks))
         begun = (STEP + steps) * self._length
         entered = begun + job.entered_before[job.stage, ticks] + standing.inside
@@ -196,57 +221,65 @@ class Hangs:
         shown = [None, False][int(chance.integers(2))] if on_devices else True
         # Whether whoever stopped has published anything since its last operation.
         is_last = bool(chance.random() < 0.5)
-        reports = {}
+        reports: dict[int, Stand | RankReport] = {}
         for rank, (count, device, inside) in enumerate(
             zip(issued, entered.tolist(), standing.inside.tolist(), strict=True)
         ):
-            waiting = shown if inside or not draft.late_hosts else False
             busy = inside or not draft.late_hosts
-            reports[rank] = report(
-                rank,
+            reports[rank] = Stand(
                 count,
                 device if on_devices else None,
-                waiting=waiting,
-                at_communication=(inside or is_last) and not on_devices,
-                device_busy=busy,
+                shown if busy else False,
+                (inside or is_last) and not on_devices,
+                busy,
             )
-        for rank, line in standing.lagging.items():
+        self._alter(draft, reports, chance)
+        return reports
+
+    def _alter(
+        self, draft: _Draft, reports: dict[int, Stand | RankReport], chance: np.random.Generator
+    ) -> None:
+        """Change the reports of ranks that do not stand like others: these are few."""
+        for rank, line in draft.standing.lagging.items():
             reports[rank] = self.reporter.without(
-                reports[rank], line, self._number_at(rank, draft.skipped_at)
+                self._full(rank, reports), line, self._number_at(rank, draft.skipped_at)
             )
         if draft.diverging is not None:
             rank, line, tick = draft.diverging
-            reports[rank] = self.reporter.diverging(reports[rank], line, self._number_at(rank, tick))
+            number = self._number_at(rank, tick)
+            reports[rank] = self.reporter.diverging(self._full(rank, reports), line, number)
         seconds = float(chance.uniform(2, 6))
         for rank, process in draft.dead.items():
-            reports[rank] = _ended(
-                reports[rank], process, seconds + float(chance.uniform(0, 0.01)), draft.killed
-            )
-        return reports
+            since = seconds + float(chance.uniform(0, 0.01))
+            reports[rank] = _ended(self._full(rank, reports), process, since, draft.killed)
 
-    def _disturbed(self, hang: Hang, condition: str, chance: np.random.Generator) -> Hang:
-        """Return the round as it arrives at the hub."""
-        reports = dict(hang.reports)
+    def _full(self, rank: int, reports: Mapping[int, Stand | RankReport]) -> RankReport:
+        told = reports[rank]
+        return self.reporter.report(rank, told) if isinstance(told, Stand) else told
+
+    def _disturb(self, told: _Round, condition: str, chance: np.random.Generator) -> None:
+        """Change the round into what arrives at the hub."""
+        reports = told.reports
         ranks = np.array(sorted(reports))
+
+        def some(share: float) -> list[int]:
+            found: list[int] = ranks[chance.random(len(ranks)) < share].tolist()
+            return found
+
         if condition == "lost_messages":
-            share = float(chance.choice([0.001, 0.01, 0.05]))
-            lost = frozenset(ranks[chance.random(len(ranks)) < share].tolist())
-            kept = {rank: each for rank, each in reports.items() if rank not in lost}
-            return replace(hang, reports=kept, truth=replace(hang.truth, unseen=lost))
-        if condition in ("few_stacks", "no_stacks"):
+            lost = frozenset(some(float(chance.choice([0.001, 0.01, 0.05]))))
+            told.reports = {rank: each for rank, each in reports.items() if rank not in lost}
+            told.truth = replace(told.truth, unseen=lost)
+        elif condition in ("few_stacks", "no_stacks"):
             share = 1.0 if condition == "no_stacks" else float(chance.choice([0.1, 0.5, 0.9]))
-            for rank in ranks[chance.random(len(ranks)) < share].tolist():
-                reports[rank] = _without_stack(reports[rank])
+            reports |= {rank: _without_stack(reports[rank]) for rank in some(share)}
         elif condition == "late_messages":
-            some = ranks[chance.random(len(ranks)) < 0.01].tolist()
-            early = {rank: replace(reports[rank], moving=True) for rank in some}
-            return replace(hang, early=early)
+            told.early = {rank: _moving(reports[rank]) for rank in some(0.01)}
         elif condition == "duplicates":
-            return replace(hang, early={}, reports=reports)
+            told.repeated = frozenset(some(float(chance.choice([0.01, 0.5, 1.0]))))
         elif condition == "skew":
-            for rank in ranks[chance.random(len(ranks)) < 0.1].tolist():
+            for rank in some(0.1):
                 reports[rank] = _skewed(reports[rank], float(chance.lognormal(0.0, 1.0)))
-        return replace(hang, reports=reports)
 
     def _number_at(self, rank: int, tick: int) -> int:
         """Return the number of the operation that ``rank`` has at ``tick`` of the step with the fault."""
@@ -255,15 +288,23 @@ class Hangs:
         return STEP * self.job.counts[stage][-1][slot.kind] + slot.ordinal + 1
 
 
-def _without_stack(report: RankReport) -> RankReport:
-    return replace(report, status=replace(report.status, waiting=None))
+def _without_stack(told: Stand | RankReport) -> Stand | RankReport:
+    if isinstance(told, Stand):
+        return told._replace(waiting=None)
+    return replace(told, status=replace(told.status, waiting=None))
 
 
-def _skewed(report: RankReport, factor: float) -> RankReport:
-    progress = report.status.progress
+def _moving(told: Stand | RankReport) -> Stand | RankReport:
+    return told._replace(moving=True) if isinstance(told, Stand) else replace(told, moving=True)
+
+
+def _skewed(told: Stand | RankReport, factor: float) -> Stand | RankReport:
+    if isinstance(told, Stand):
+        return told._replace(silent_seconds=told.silent_seconds * factor)
+    progress = told.status.progress
     assert progress is not None
     slower = replace(progress, silent_seconds=progress.silent_seconds * factor)
-    return replace(report, status=replace(report.status, progress=slower))
+    return replace(told, status=replace(told.status, progress=slower))
 
 
 def _ended(report: RankReport, process: Process, seconds: float, killed: bool) -> RankReport:

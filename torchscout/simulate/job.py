@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from torchscout.decision.hang.evidence import NOTHING, Ints
+from torchscout.decision.hang.table import NOTHING, Ints
 from torchscout.decision.progress import CommGroup, Phase
 from torchscout.mesh import LayerKind
 from torchscout.simulate.layouts import Layout

@@ -5,54 +5,122 @@ from __future__ import annotations
 import functools
 import hashlib
 from dataclasses import replace
+from typing import NamedTuple
 
-from torchscout.decision.hang.evidence import NOTHING
+from torchscout.decision.hang.table import NOTHING
 from torchscout.decision.progress import IssuedOp, Phase, Process, Progress, RankStatus
-from torchscout.observer.protocol import RankReport
-from torchscout.observer.record.layout import RECENT
+from torchscout.observer.post import HEADER, ROW, RUN, Header, Post, Row, hash_of
+from torchscout.observer.post_writer import post_of
+from torchscout.observer.rank_report import RankReport
+from torchscout.observer.record.layout import RECENT, runs_of
 from torchscout.simulate.job import Job, Slot
 
-__all__ = ["STEP", "Reporter"]
+__all__ = ["STEP", "Reporter", "Stand"]
 
 STEP = 40
 """The step in which something goes wrong."""
 _SILENCE = 6.0
-_MOST = 300_000
-"""Reports that are kept for the next scenario: most ranks stand at the same few places."""
+_MOST = 100_000
+"""Posts that are kept for the next scenario: most ranks stand at the same few places."""
+
+
+class Stand(NamedTuple):
+    """Where a rank stands, and how it looks from outside."""
+
+    issued: int
+    """Operations since the job began."""
+    entered: int | None = None
+    """How many of them the device has reached, where devices enter them."""
+    waiting: bool | None = True
+    at_communication: bool = True
+    device_busy: bool = True
+    moving: bool = False
+    silent_seconds: float = _SILENCE
+
+
+class _Template(NamedTuple):
+    """The parts of a post that are the same for all ranks of a stage that stand alike."""
+
+    header: Header
+    rows: tuple[Row, ...]
+    operations: bytes
+    phrases: bytes
+    texts: bytes
+
+
+class _LineParts(NamedTuple):
+    """The parts of a post that declare a line."""
+
+    key_hash: int
+    key: int
+    name: int
+    runs: int
+    packed_runs: bytes
+    strings: bytes
 
 
 class Reporter:
-    """Makes the reports of a job's observers.
-
-    Where a rank stands is the number of operations it has issued since the job began.
-    """
+    """Makes the reports of a job's observers, and their posts."""
 
     def __init__(self, job: Job) -> None:
         self.job = job
-        self._reports: dict[tuple[object, ...], RankReport] = {}
+        self._posts: dict[tuple[int, Stand], Post] = {}
+        self._templates: dict[tuple[int, Stand], _Template] = {}
+        self._parts: dict[int, _LineParts] = {}
         self._operations: dict[tuple[int, int], IssuedOp] = {}
+        self._stages: list[int] = job.stage.tolist()
         self._lines = {kind: lines.tolist() for kind, lines in job.line_of.items()}
 
-    def report(
-        self,
-        rank: int,
-        issued: int,
-        entered: int | None = None,
-        *,
-        waiting: bool | None,
-        at_communication: bool = True,
-        device_busy: bool = True,
-    ) -> RankReport:
-        """``entered``: how many operations the device has reached, where devices enter them."""
-        key = rank, issued, entered, waiting, at_communication, device_busy
-        if key not in self._reports:
-            if len(self._reports) >= _MOST:
-                self._reports.clear()
-            progress = self._progress(rank, issued, entered, device_busy)
-            progress = progress if at_communication else replace(progress, at_communication=False)
-            status = RankStatus(rank, Process.RUNNING, progress, waiting)
-            self._reports[key] = RankReport(status, self.job.lines_of[rank])
-        return self._reports[key]
+    def report(self, rank: int, stand: Stand) -> RankReport:
+        status = RankStatus(rank, Process.RUNNING, self._progress(rank, stand), stand.waiting)
+        return RankReport(status, self.job.lines_of[rank], moving=stand.moving)
+
+    def post(self, rank: int, told: Stand | RankReport) -> Post:
+        """Return what arrives at the hub."""
+        if isinstance(told, RankReport):
+            return Post(post_of(told, 1), self.job.size)
+        found = self._posts.get((rank, told))
+        if found is None:
+            if len(self._posts) >= _MOST:
+                self._posts.clear()
+            found = self._posts[rank, told] = Post(self._written(rank, told), self.job.size)
+        return found
+
+    def _written(self, rank: int, stand: Stand) -> bytes:
+        """Return the bytes of ``post_of``, of which most are those of another rank."""
+        plain = stand._replace(silent_seconds=_SILENCE)
+        template = self._templates.get((self._stages[rank], plain))
+        if template is None:
+            template = self._templates[self._stages[rank], plain] = self._template(rank, plain)
+        lines = [each[rank] for each in self._lines.values() if each[rank] != NOTHING]
+        parts = [self._parts.get(line) or self._part(line) for line in lines]
+        rows = [
+            ROW.pack(part.key_hash, row[1], row[2], row[3], part.runs, part.key, part.name, row[7])
+            for row, part in zip(template.rows, parts, strict=True)
+        ]
+        strings = b"".join([part.strings for part in parts]) + template.texts
+        runs = sum(part.runs for part in parts)
+        header = template.header._replace(
+            rank=rank, runs=runs, strings=len(strings), silent_seconds=stand.silent_seconds
+        )
+        packed_runs = [part.packed_runs for part in parts]
+        middle = [template.operations, *packed_runs, template.phrases, strings]
+        return b"".join([HEADER.pack(*header), *rows, *middle])
+
+    def _template(self, rank: int, stand: Stand) -> _Template:
+        post = Post(post_of(self.report(rank, stand), 1), self.job.size)
+        _, operations, runs, phrases, strings, end = post.starts
+        rows, data = tuple(post.rows()), post.data
+        texts = strings + sum(row.key + row.name for row in rows)
+        return _Template(post.header, rows, data[operations:runs], data[phrases:strings], data[texts:end])
+
+    def _part(self, line: int) -> _LineParts:
+        declared = self.job.lines[line]
+        key, name, runs = declared.key.encode(), declared.name.encode(), runs_of(declared.members)
+        packed = b"".join(RUN.pack(*run) for run in runs)
+        part = _LineParts(hash_of(declared.key), len(key), len(name), len(runs), packed, key + name)
+        self._parts[line] = part
+        return part
 
     def without(self, report: RankReport, line: int, number: int) -> RankReport:
         """Return the report of a rank that left out operation ``number`` of ``line``.
@@ -90,8 +158,8 @@ class Reporter:
                 recent.append(replace(each, digest=each.digest ^ 1))
         return _with(report, replace(progress, recent=tuple(recent)))
 
-    def _progress(self, rank: int, issued: int, entered: int | None, device_busy: bool) -> Progress:
-        program = self.job.programs[int(self.job.stage[rank])]
+    def _progress(self, rank: int, stand: Stand) -> Progress:
+        issued, entered, program = stand.issued, stand.entered, self.job.programs[self._stages[rank]]
         length = len(program)
         first = max(0, issued - RECENT)
         recent = tuple([self._operation(rank, place, program) for place in range(first, issued)])
@@ -103,11 +171,11 @@ class Reporter:
             phase=program[place].phase if place else Phase.INPUT,
             issued=self._counts(rank, issued),
             recent=recent,
-            at_communication=True,
-            silent_seconds=_SILENCE,
+            at_communication=stand.at_communication,
+            silent_seconds=stand.silent_seconds,
             device_step=None if entered is None else entered // length - 1,
             entered={} if entered is None else self._counts(rank, entered),
-            device_busy=None if entered is None else device_busy,
+            device_busy=None if entered is None else stand.device_busy,
         )
 
     def _counts(self, rank: int, issued: int) -> dict[str, int]:

@@ -17,7 +17,6 @@ from torchscout.campaign.results import interval
 from torchscout.config import RecoveryConfig
 from torchscout.decision.policy import decide
 from torchscout.decision.record import Action, Incident
-from torchscout.observer.protocol import encode
 from torchscout.simulate import hangs, numbers, slowness
 from torchscout.simulate.job import Job
 from torchscout.simulate.layouts import Layout
@@ -99,19 +98,26 @@ def _condition(family: str, chance: np.random.Generator) -> str:
 
 
 def _sizes(hang: hangs.Hang) -> tuple[int, ...]:
-    ranks = list(hang.reports)[:: max(1, len(hang.reports) // _SAMPLED)]
-    return tuple(len(encode("report", round=1, report=hang.reports[rank].to_json())) for rank in ranks)
+    ranks = list(hang.posts)[:: max(1, len(hang.posts) // _SAMPLED)]
+    return tuple(len(hang.posts[rank].data) for rank in ranks)
 
 
 def report_of(
     layout: Layout, scenarios: int, seed: int, show: Callable[[Decided], None] | None = None
 ) -> dict[str, Any]:
-    """Run the scenarios and return the report as plain JSON."""
-    decided = []
-    for each in run(layout, scenarios, seed):
-        decided.append(each)
-        if show is not None:
-            show(each)
+    """Run the scenarios and return the report as plain JSON.
+
+    If it is interrupted (``KeyboardInterrupt``), the report is about the scenarios until then.
+    """
+    decided: list[Decided] = []
+    try:
+        for each in run(layout, scenarios, seed):
+            decided.append(each)
+            if show is not None:
+                show(each)
+    except KeyboardInterrupt:
+        if not decided:
+            raise
     outcomes = Counter(each.score.outcome for each in decided)
     families: dict[str, Counter[str]] = defaultdict(Counter)
     for each in decided:
@@ -121,6 +127,7 @@ def report_of(
         "degrees": layout.degrees,
         "ranks": layout.ranks,
         "scenarios": len(decided),
+        "interrupted": len(decided) < scenarios,
         "seed": seed,
     }
     for outcome in Outcome:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from torchscout.decision.hang.evidence import NOTHING, Bools, Ints
+from torchscout.decision.hang.table import NOTHING, Bools, Ints
 from torchscout.simulate.job import Job
 
 __all__ = ["Faults", "Standing", "spread"]

@@ -23,6 +23,7 @@ trainer. Torch-free.
 from __future__ import annotations
 
 import errno
+import math
 import os
 import resource
 import selectors
@@ -67,8 +68,12 @@ class Limits:
 _BEFORE_READY = 64 + 2 + 168
 _PIECE = 1 << 18
 _BACKLOG = 4096
+_DESCRIPTORS_EACH = 3
+"""Descriptors of one connection: both of its ends here, and the ZeroMQ socket's."""
 _SPARE_DESCRIPTORS = 8
 """Descriptors that this process must have left, for files that it may open meanwhile."""
+_COUNT_SECONDS = 1.0
+"""How long a count of descriptors serves."""
 _PAUSE_SECONDS = 0.2
 """The pause after a failed accept."""
 
@@ -111,11 +116,15 @@ class Listener:
         with a ticket and the connection that it came with; returns whether it takes the connection over.
         Raises ``OSError`` if the address is not available.
         """
-        self._inner, self._limits, self._admit = inner, limits, admit
+        self.limits = limits
+        self._inner, self._admit = inner, admit
         self._connections: set[_Connection] = set()
         self._unauthenticated: dict[_Connection, None] = {}
         """Oldest first."""
         self._listens = True
+        self._room = 0.0
+        """Connections to accept before descriptors are counted again."""
+        self._counted_until = 0.0
         self._paused_until = 0.0
         self._ends_at: float | None = None
         self._thread: threading.Thread | None = None
@@ -181,7 +190,7 @@ class Listener:
         limit."""
         now, moments = time.monotonic(), []
         if self._unauthenticated:
-            moments.append(next(iter(self._unauthenticated)).since + self._limits.seconds)
+            moments.append(next(iter(self._unauthenticated)).since + self.limits.seconds)
         if not self._listens:
             moments.append(self._paused_until)
         if self._ends_at is not None:
@@ -190,7 +199,7 @@ class Listener:
 
     def _close_overdue(self, now: float) -> None:
         for connection in list(self._unauthenticated):
-            if now - connection.since < self._limits.seconds:
+            if now - connection.since < self.limits.seconds:
                 break
             self._end(connection)
         if not self._listens and now >= self._paused_until and self._ends_at is None:
@@ -199,9 +208,9 @@ class Listener:
 
     def _accept(self) -> None:
         now = time.monotonic()
-        if len(self._unauthenticated) >= self._limits.connections:
+        if len(self._unauthenticated) >= self.limits.connections:
             oldest = next(iter(self._unauthenticated))
-            if (free := oldest.since + self._limits.grace_seconds) > now:
+            if (free := oldest.since + self.limits.grace_seconds) > now:
                 self._pause(free)
                 return
             self._end(oldest)
@@ -214,7 +223,7 @@ class Listener:
             return
         inner = None
         try:
-            if not _has_descriptors():
+            if not self._has_room():
                 raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
             inner = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
             inner.connect(f"\0{self._inner}")  # a local socket connects at once or fails
@@ -224,6 +233,22 @@ class Listener:
             if inner is not None:
                 inner.close()
             self._pause(now + _PAUSE_SECONDS)
+
+    def _has_room(self) -> bool:
+        """Whether this process has descriptors left for one more connection.
+
+        A count serves for a while, and for half of what was left: it takes the longer the more there are, and
+        a hub accepts all observers of a job at once.
+        """
+        now = time.monotonic()
+        if self._room <= 0 or now >= self._counted_until:
+            left = _descriptors_left()
+            if left < _SPARE_DESCRIPTORS:
+                return False
+            self._room = max(1, left // 2 // _DESCRIPTORS_EACH)
+            self._counted_until = now + _COUNT_SECONDS
+        self._room -= 1
+        return True
 
     def _begin(self, outer: socket.socket, inner: socket.socket, now: float) -> None:
         for each in (outer, inner):
@@ -282,7 +307,7 @@ class Listener:
             return
         if here is connection.outer:
             connection.received += size
-            if connection.received > self._limits.received_bytes:
+            if connection.received > self.limits.received_bytes:
                 raise OSError(errno.EMSGSIZE, "more than a handshake needs")
             return
         connection.sent += size
@@ -333,11 +358,11 @@ def _bound(address: Address) -> socket.socket:
     return listener
 
 
-def _has_descriptors() -> bool:
-    """Whether this process has descriptors left to accept connections."""
+def _descriptors_left() -> float:
+    """How many more descriptors this process may open."""
     try:
         used = open_descriptors(os.getpid())
     except OSError as error:
-        return error.errno not in (errno.EMFILE, errno.ENFILE)
+        return 0 if error.errno in (errno.EMFILE, errno.ENFILE) else math.inf
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return limit == resource.RLIM_INFINITY or limit - used >= _SPARE_DESCRIPTORS
+    return math.inf if limit == resource.RLIM_INFINITY else limit - used

@@ -11,6 +11,7 @@ import fcntl
 import hashlib
 import ipaddress
 import json
+import math
 import os
 import secrets
 import socket
@@ -36,6 +37,7 @@ __all__ = [
     "listening_address",
     "new_token",
     "own_address",
+    "read_json",
 ]
 
 _SHORTEST = 16
@@ -69,6 +71,23 @@ def derive(token: str, purpose: str, role: str) -> KeyPair:
 def encode(kind: str, **fields: Any) -> bytes:
     """Return a message as JSON; raises ``ValueError`` for a number that JSON does not have."""
     return json.dumps({"kind": kind, **fields}, separators=(",", ":"), allow_nan=False).encode()
+
+
+def read_json(text: bytes) -> Any:
+    """Read what a peer sent; raises ``ValueError`` also for numbers that cannot be recorded or sent on."""
+    return json.loads(text, parse_constant=_finite, parse_float=_finite, parse_int=_bounded)
+
+
+def _finite(text: str) -> float:
+    if not math.isfinite(number := float(text)):
+        raise ValueError(f"{text} is not a finite number")
+    return number
+
+
+def _bounded(text: str) -> int:
+    if not -(1 << 63) <= (number := int(text)) < 1 << 64:
+        raise ValueError(f"{text:.40} has more than 64 bits")
+    return number
 
 
 class CurveSockets(NamedTuple):

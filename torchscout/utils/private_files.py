@@ -9,9 +9,18 @@ import errno
 import os
 import stat
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
-__all__ = ["is_private", "make_folders", "make_private_folder", "open_file", "open_private", "replace_text"]
+__all__ = [
+    "first_text",
+    "is_private",
+    "make_folders",
+    "make_private_folder",
+    "open_file",
+    "open_private",
+    "replace_text",
+]
 
 _UNFOLLOWED = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # opening a pipe must not block
 
@@ -52,6 +61,24 @@ def open_private(path: Path, flags: int) -> int:
         os.close(file)
         raise PermissionError(errno.EPERM, "must be a file that belongs to this user alone (0600)", str(path))
     return file
+
+
+def first_text(path: Path, text: str) -> str:
+    """Write a new owner-only file, unless there is one already, and return what it contains.
+
+    All that call it at the same time, from any machine that shares the folder, get the same text.
+    """
+    temporary = path.with_name(f".{path.name}.{os.urandom(8).hex()}")
+    file = open_file(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+    try:
+        with os.fdopen(file, "w") as stream:
+            stream.write(text)
+        with suppress(FileExistsError):
+            os.link(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    with os.fdopen(open_file(path, os.O_RDONLY)) as stream:
+        return stream.read()
 
 
 def replace_text(path: Path, text: str) -> None:

@@ -20,6 +20,7 @@ __all__ = [
     "is_in_memory",
     "is_running",
     "open_descriptors",
+    "owner_of_connection",
     "process_stat",
     "processes_with",
 ]
@@ -149,4 +150,18 @@ def _left_in(group: Path) -> int | None:
         except (OSError, ValueError):  # no such group here, or its limit is "max"
             continue
         return most - used + sum(int(row.removeprefix(cached)) for row in rows if row.startswith(cached))
+    return None
+
+
+def owner_of_connection(port: int, to: int) -> int | None:
+    """Return the user who has connected this local port to another port of this machine; None if unknown."""
+    for name in ("tcp", "tcp6"):
+        try:
+            lines = Path(f"/proc/net/{name}").read_text().splitlines()[1:]
+        except OSError:
+            continue
+        for line in lines:
+            _, local, remote, _, _, _, _, user, *_ = line.split()
+            if (int(local.rpartition(":")[2], 16), int(remote.rpartition(":")[2], 16)) == (port, to):
+                return int(user)
     return None

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import sys
 import textwrap
 from collections.abc import Iterable, Sequence
 
-__all__ = ["WIDEST", "columns", "listed", "named", "sentences", "wrapped"]
+__all__ = ["WIDEST", "columns", "listed", "named", "sentences", "visible", "wrapped"]
 
 
 def listed(items: Iterable[object], *, most: int = 4) -> str:
@@ -28,6 +29,17 @@ def named(ranks: Sequence[int], hosts: Sequence[str] = ()) -> str:
 def sentences(*parts: str) -> str:
     """Give each part a capital and a period: ``Rank 5 is late. 7 ranks wait.`` Empty parts are left out."""
     return " ".join(f"{part[0].upper()}{part[1:]}." for part in parts if part)
+
+
+_HIDDEN = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ud800-\udfff]"
+)
+
+
+def visible(text: str) -> str:
+    """Return the text with escapes instead of characters that would move a terminal's cursor, or reorder
+    what it shows."""
+    return _HIDDEN.sub(lambda found: f"\\u{ord(found.group()):04x}", text)
 
 
 WIDEST = 150

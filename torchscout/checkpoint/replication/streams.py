@@ -143,8 +143,8 @@ class OutgoingStream(Stream):
             if os.preadv(self._file, [memoryview(plain)[:size]], self.moved) != size:
                 raise OSError(f"the file ends early, after byte {self.moved}")
             cipher.encrypt(number, plain, size, sealed)
+            self.moved += size  # before it is sent: the receiver may answer the last piece at once
             self._socket.sendall(memoryview(sealed)[: size + TAG_BYTES])
-            self.moved += size
             self._limit.sent(size)
         # Closing it while anything is unread, such as ZeroMQ's greeting, would discard what is on its way.
         self._socket.shutdown(socket.SHUT_WR)

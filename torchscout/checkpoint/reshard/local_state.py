@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
 
 from torchscout.checkpoint.reshard.parts import parts_of, whole_part
@@ -30,6 +29,7 @@ from torchscout.checkpoint.state.training_state import (
 )
 from torchscout.errors import CheckpointError
 from torchscout.utils.text import listed
+from torchscout.utils.zero_redundancy import inner_of
 
 __all__ = ["LocalState", "local_state"]
 
@@ -130,13 +130,13 @@ class _Local:
     def _optimizers(self) -> dict[str, Any]:
         """Settings and slots; a ``ZeroRedundancyOptimizer`` has the settings of the one that it wraps."""
         here = self.parts.optimizers
-        inner = [each for each in here if not isinstance(each, ZeroRedundancyOptimizer)]
+        inner = [each for each in here if inner_of(each) is None]
         if (titles := [title_of(each) for each in inner]) != self.state.classes:
             raise CheckpointError(f"the optimizers are {titles}, were {self.state.classes}")
         settings, slots = [], []
         number = -1
         for place, optimizer in enumerate(here):
-            wraps = isinstance(optimizer, ZeroRedundancyOptimizer)
+            wraps = inner_of(optimizer) is not None
             number += 0 if wraps else 1
             source = number + 1 if wraps else number
             settings.append({"class": title_of(optimizer), "groups": self._groups(optimizer, source, place)})

@@ -18,13 +18,13 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from torchscout.checkpoint.state import random_state
 from torchscout.checkpoint.state.tensor_layout import CPU, layout_of, local_of
 from torchscout.checkpoint.storage import encoding
 from torchscout.errors import CheckpointError
+from torchscout.utils.zero_redundancy import inner_of
 
 __all__ = [
     "SCOUT_PREFIX",
@@ -160,8 +160,8 @@ def _with_inner(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[torch.o
     """With the inner optimizer of a ``ZeroRedundancyOptimizer``, which has its slots."""
     for optimizer in optimizers:
         yield optimizer
-        if isinstance(optimizer, ZeroRedundancyOptimizer):
-            yield optimizer.optim
+        if (inner := inner_of(optimizer)) is not None:
+            yield inner
 
 
 def _buffers(model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:

@@ -20,14 +20,15 @@ import numpy as np
 from torchscout.decision.consensus import exact
 from torchscout.decision.hang import explanation
 from torchscout.decision.hang.divergence import Divergence, culprits, divergences
-from torchscout.decision.hang.evidence import NOTHING, Bools, HangEvidence
+from torchscout.decision.hang.evidence import HangEvidence
+from torchscout.decision.hang.table import NOTHING, Bools
 from torchscout.decision.hang.wait_graph import WaitGraph
 from torchscout.decision.progress import CommGroup, IssuedOp, Process, RankStatus
 from torchscout.decision.record import Action, EvidenceRecord, Incident, Manifestation, Scope
 from torchscout.mesh import Mesh
 from torchscout.utils.text import named, sentences
 
-__all__ = ["diagnose"]
+__all__ = ["diagnose", "explain"]
 
 _Missed = Mapping[int, Sequence[IssuedOp]]
 """Suspect -> the operations that do not finish without it."""
@@ -46,7 +47,11 @@ def diagnose(
     Silence without a wait is a pause: an evaluation, a long computation, a debugger on a rank that no other
     rank needs yet.
     """
-    evidence = HangEvidence(statuses, lines, mesh, absent=absent)
+    return explain(HangEvidence.of(statuses, lines, mesh, absent=absent))
+
+
+def explain(evidence: HangEvidence) -> Incident | None:
+    """As ``diagnose``, from evidence."""
     graph = WaitGraph(evidence)
     if found := divergences(evidence, _lines_in_use(evidence, graph.sources)):
         return _diverged(evidence, found)
@@ -62,14 +67,16 @@ def diagnose(
 
 def _lines_in_use(evidence: HangEvidence, sources: Sequence[int]) -> Bools:
     """Lines on which different operations may be the reason why a rank waits, died or is late."""
-    columns, in_use = evidence.columns, np.zeros(len(evidence.lines), dtype=bool)
+    columns, table = evidence.columns, evidence.table
+    in_use = np.zeros(len(evidence.lines), dtype=bool)
     # The library may end a process because of what another one did, even if that one has moved on.
     looked_at = evidence.is_dead & columns.answered
     looked_at[sources] = True
     looked_at |= columns.has_device
     if evidence.in_communication.any():
         looked_at |= columns.waiting != 0
-    in_use[columns.line[columns.recent[looked_at[columns.recent_rank]]]] = True
+    shows = looked_at[table.row_rank] & (np.diff(table.starts) > 0) & (table.row_line != NOTHING)
+    in_use[table.row_line[shows]] = True
     return in_use
 
 
@@ -129,7 +136,7 @@ def _deadlock(evidence: HangEvidence, cycles: Sequence[Mapping[int, IssuedOp]]) 
 
 def _stall(evidence: HangEvidence, graph: WaitGraph) -> Incident:
     """Report operations that all ranks entered. Suspects are absent or dead, or their devices are behind."""
-    stalled = sorted(graph.stalled.lines.values(), key=_key)
+    stalled = sorted(map(evidence.table.issued_op, graph.stalled.lines.values()), key=_key)
     members = {rank for each in stalled for rank in evidence.lines[each.line].members}
     suspects = members & (evidence.unheard | evidence.dead) or _devices_behind(evidence, members)
     if suspects and not _is_lossy(evidence, suspects):

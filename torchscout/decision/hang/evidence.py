@@ -1,70 +1,42 @@
-"""What the ranks reported in one round of the observers, as columns (paper, section 7).
+"""What the ranks reported in one round of the observers, by rank and by line (paper, section 7).
 
-``StatusColumns`` holds all reports as arrays, so that a diagnosis costs little per rank. Ranks, lines and
-operations are indices into them; a rank that has not answered, or not published, has zeros. ``HangEvidence``
-adds what absence means, and which members of a line have issued what. Nothing is compared or concluded here.
+``RankColumns`` has an entry for each rank of the job; a rank that has not answered, or not published, has
+zeros. ``HangEvidence`` adds what absence means, and which members of a line have issued what. Nothing is
+compared or concluded here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from itertools import chain, compress, repeat
-from operator import attrgetter
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from torchscout.decision.progress import CommGroup, IssuedOp, Process, Progress, RankStatus
+from torchscout.decision.hang.table import NOTHING, Bools, Ints, RoundTable, spans, table_of
+from torchscout.decision.progress import CommGroup, IssuedOp, Progress, RankStatus
 from torchscout.mesh import Mesh
 
-__all__ = ["NOTHING", "Bools", "HangEvidence", "Ints", "Members", "Rows", "StatusColumns", "coded"]
-
-Bools = npt.NDArray[np.bool_]
-Ints = npt.NDArray[np.int64]
-
-NOTHING = -1
-"""Stands for None in a column."""
+__all__ = ["HangEvidence", "Members", "RankColumns"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Rows:
-    """Rows of unequal length, one after the other."""
-
-    values: Ints
-    starts: Ints
-    """The start of each row, and the end of the last one."""
-
-    @classmethod
-    def grouped(cls, rows: Ints, values: Ints, count: int) -> Rows:
-        """Put each value into its row, of ``count`` rows, in the given order."""
-        order = np.argsort(rows, kind="stable")
-        return cls(values[order], np.searchsorted(rows[order], np.arange(count + 1)))
-
-    def __getitem__(self, row: int) -> Ints:
-        return self.values[self.starts[row] : self.starts[row + 1]]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class StatusColumns:
-    """One round: columns by rank, by operation, and by recent operation of a rank."""
+class RankColumns:
+    """Columns by rank; see ``RoundTable`` for those that it has too."""
 
     answered: Bools
     running: Bools
     waiting: Ints
-    """1 or 0 according to the stack; ``NOTHING`` without a stack."""
     published: Bools
-    """Whether the rank has published progress."""
     step: Ints
     operation: Ints
     silent_seconds: npt.NDArray[np.float64]
     device_step: Ints
-    """``NOTHING`` if unknown."""
     device_busy: Ints
-    """1 or 0; ``NOTHING`` if unknown."""
     captured: Bools
-    """Whether CUDA graphs have captured operations of the rank."""
+    has_device: Bools
+    """Whether a device enters operations of the rank, after the host has issued them."""
     newest: Ints
     """The last operation; ``NOTHING`` if there is none, or its line is unknown."""
     last_entered: Ints
@@ -73,85 +45,60 @@ class StatusColumns:
     """The operation that the rank may be in: on the host the newest one, if nothing was published since; for
     a rank that is gone or stopped, the last one that its device entered."""
 
-    operations: Sequence[IssuedOp]
-    """Distinct objects, on known lines; several may be equal."""
-    line: Ints
-    number: Ints
-    place: Ints
-    """Equal for operations of the same line and number."""
-
-    recent: Ints
-    """Operations of one rank after the other, oldest first."""
-    recent_rank: Ints
-    """The rank that issued each of ``recent``."""
-    entered: Ints
-    """For each of ``recent``, the last number on its line that the rank's device has reached; ``NOTHING`` if
-    the host itself enters operations, or if unknown."""
-
-    @property
-    def on_device(self) -> Bools:
-        """Which of ``recent`` a device enters, after the host has issued them."""
-        found: Bools = self.entered != NOTHING
-        return found
-
-    @property
-    def has_entered(self) -> Bools:
-        """Which of ``recent`` a device has reached."""
-        return self.on_device & (self.number[self.recent] <= self.entered)
-
-    @property
-    def has_device(self) -> Bools:
-        """Ranks with operations that a device enters."""
-        found = np.zeros_like(self.answered)
-        found[self.recent_rank[self.on_device]] = True
-        return found
-
     @classmethod
-    def of(cls, statuses: Mapping[int, RankStatus], lines: Mapping[str, int], size: int) -> StatusColumns:
-        """Build the columns; ``lines`` are the known ones, and ``size`` is greater than any rank."""
-        ordered = [statuses[rank] for rank in sorted(statuses)]
-        known = [each.progress for each in ordered if each.progress is not None]
-        ranks, publishers = _ints(each.rank for each in ordered), _ints(each.rank for each in known)
+    def of(cls, table: RoundTable, size: int) -> RankColumns:
+        """``size`` is greater than any rank."""
 
-        def column(ranks: Ints, values: npt.ArrayLike, missing: Any) -> npt.NDArray[Any]:
+        def column(values: npt.ArrayLike, missing: Any, ranks: Ints = table.rank) -> npt.NDArray[Any]:
             filled = np.full(size, missing)
             filled[ranks] = values
             return filled
 
-        operations, line, recent = _distinct(known, lines)
-        number = _ints(map(attrgetter("number"), operations))
-        recent_rank = np.repeat(publishers, [len(each.recent) for each in known])
-        newest = column(recent_rank, recent, NOTHING)  # of several for one rank the last is kept
-        at_communication = column(publishers, [each.at_communication for each in known], False)
-        recent, recent_rank = recent[recent != NOTHING], recent_rank[recent != NOTHING]
-        entered = _entered(known, lines, _pairs(line[recent], recent_rank))
-        has_entered = number[recent] <= entered
-        last_entered = column(recent_rank[has_entered], recent[has_entered], NOTHING)
-        on_host = column(recent_rank, entered == NOTHING, True)  # again the last one
-        running = column(ranks, [each.process is Process.RUNNING for each in ordered], False)
-        last_event = np.where(at_communication & on_host, newest, np.where(running, NOTHING, last_entered))
+        last = table.starts[1:] - 1
+        shows, is_known = np.diff(table.starts) > 0, table.row_line != NOTHING
+
+        def latest(rows: Ints, operations: Ints) -> Ints:
+            """The last of ``operations``, each the last in its row, for each rank."""
+            order = np.argsort(table.order[operations], kind="stable")
+            operations = np.where(is_known[rows], operations, NOTHING)
+            return column(operations[order], NOTHING, table.row_rank[rows[order]])  # the last one is kept
+
+        newest = latest(rows := np.flatnonzero(shows), last[rows])
+        of_known = latest(rows := np.flatnonzero(shows & is_known), last[rows])
+        on_host = np.full(size, True)
+        on_host[of_known != NOTHING] = table.entered[table.row_of(of_known[of_known != NOTHING])] == NOTHING
+        on_device = np.flatnonzero(shows & is_known & (table.entered != NOTHING))
+        reached = _last_reached(table, on_device)
+        last_entered = latest(on_device[reached != NOTHING], reached[reached != NOTHING])
+        running, at_communication = column(table.running, False), column(table.at_communication, False)
         return cls(
-            answered=column(ranks, True, False),
+            answered=column(True, False),
             running=running,
-            waiting=column(ranks, [_or_nothing(each.waiting) for each in ordered], 0),
-            published=column(publishers, True, False),
-            step=column(publishers, [each.step for each in known], 0),
-            operation=column(publishers, [each.operation for each in known], 0),
-            silent_seconds=column(publishers, [each.silent_seconds for each in known], 0.0),
-            device_step=column(publishers, [_or_nothing(each.device_step) for each in known], NOTHING),
-            device_busy=column(publishers, [_or_nothing(each.device_busy) for each in known], NOTHING),
-            captured=column(publishers, [each.captured > 0 for each in known], False),
+            waiting=column(table.waiting, 0),
+            published=column(table.published, False),
+            step=column(table.step, 0),
+            operation=column(table.operation, 0),
+            silent_seconds=column(table.silent_seconds, 0.0),
+            device_step=column(table.device_step, NOTHING),
+            device_busy=column(table.device_busy, NOTHING),
+            captured=column(table.captured, False),
+            has_device=column(True, False, table.row_rank[on_device]),
             newest=newest,
             last_entered=last_entered,
-            last_event=last_event,
-            operations=operations,
-            line=line,
-            number=number,
-            place=np.unique(_pairs(line, number), return_inverse=True)[1],
-            recent=recent,
-            recent_rank=recent_rank,
-            entered=entered,
+            last_event=np.where(at_communication & on_host, newest, np.where(running, NOTHING, last_entered)),
         )
+
+
+def _last_reached(table: RoundTable, rows: Ints) -> Ints:
+    """Return the last operation of each row that the device has reached; ``NOTHING`` if none is shown."""
+    behind = table.issued[rows] - table.entered[rows]
+    low, high = table.starts[rows], table.starts[rows + 1]
+    while (open_ := np.flatnonzero(low < high)).size:  # the operations before ``low`` have been reached
+        middle = (low[open_] + high[open_]) // 2
+        has_reached = table.age[middle] >= behind[open_]
+        low[open_[has_reached]] = middle[has_reached] + 1
+        high[open_[~has_reached]] = middle[~has_reached]
+    return np.where(low > table.starts[rows], low - 1, NOTHING)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -168,19 +115,19 @@ class Members:
     """How many of them its device has reached; ``NOTHING`` if unknown, or without a device."""
 
     @classmethod
-    def of(cls, lines: Sequence[CommGroup], statuses: Mapping[int, RankStatus]) -> Members:
-        rank = _ints(chain.from_iterable(line.members for line in lines))
-        lengths = [len(line.members) for line in lines]
-        line = np.repeat(np.arange(len(lines)), lengths)
-        codes = {each.key: code for code, each in enumerate(lines)}
-        known = [each.progress for each in statuses.values() if each.progress is not None]
-        keys = chain.from_iterable(map(attrgetter("issued"), known))
-        theirs = _ints(map(codes.get, keys, repeat(NOTHING)))
-        whose = np.repeat(_ints(each.rank for each in known), [len(each.issued) for each in known])
-        counts = _ints(chain.from_iterable(each.issued.values() for each in known))
-        starts, places = np.cumsum([0, *lengths]), _pairs(line, rank)
-        issued = _looked_up(places, _pairs(theirs, whose), counts)
-        return cls(rank, line, starts, issued, _entered(known, codes, places))
+    def of(cls, table: RoundTable) -> Members:
+        members = table.lines.members
+        line = np.repeat(np.arange(len(table.lines)), members.lengths)
+        rows = np.flatnonzero(table.row_line != NOTHING)
+        keys = _pairs(table.row_line[rows], table.row_rank[rows])
+        rows = np.append(rows[order := np.argsort(keys)], NOTHING)
+        keys = np.append(keys[order], np.iinfo(np.int64).max)
+        wanted = _pairs(line, members.values)
+        at = np.searchsorted(keys, wanted)
+        found = np.where(keys[at] == wanted, rows[at], NOTHING)
+        # The last entry stands for a member without a row.
+        issued, entered = np.append(table.issued, 0)[found], np.append(table.entered, NOTHING)[found]
+        return cls(members.values, line, members.starts, issued, entered)
 
     def of_line(self, line: int) -> slice:
         return slice(self.starts[line], self.starts[line + 1])
@@ -190,53 +137,9 @@ class Members:
         return np.isin(_pairs(self.line, self.rank), _pairs(lines, ranks))
 
 
-def coded(values: Iterable[Hashable]) -> Ints:
-    """Map values to small integers, equal for equal values only."""
-    listed = list(values)
-    codes = {value: code for code, value in enumerate(dict.fromkeys(listed))}
-    return _ints(map(codes.__getitem__, listed))
-
-
-def _distinct(known: Sequence[Progress], lines: Mapping[str, int]) -> tuple[list[IssuedOp], Ints, Ints]:
-    """Return distinct recent operations, their lines, and the index of each recent one (or ``NOTHING``)."""
-    flat = list(chain.from_iterable(map(attrgetter("recent"), known)))
-    _, first, which = np.unique(_ints(map(id, flat)), return_index=True, return_inverse=True)
-    objects = list(map(flat.__getitem__, first.tolist()))
-    line = _ints(map(lines.get, map(attrgetter("line"), objects), repeat(NOTHING)))
-    is_known = line != NOTHING
-    index = np.where(is_known, np.cumsum(is_known) - 1, NOTHING)
-    return list(compress(objects, is_known.tolist())), line[is_known], index[which]
-
-
-def _entered(known: Sequence[Progress], lines: Mapping[str, int], places: Ints) -> Ints:
-    """Return how far the device is for each pair of line and rank; ``NOTHING`` if unknown."""
-    devices = [each for each in known if each.entered]
-    keys = chain.from_iterable(map(attrgetter("entered"), devices))
-    theirs = _ints(map(lines.get, keys, repeat(NOTHING)))
-    whose = np.repeat(_ints(each.rank for each in devices), [len(each.entered) for each in devices])
-    counts = _ints(chain.from_iterable(each.entered.values() for each in devices))
-    return _looked_up(places, _pairs(theirs, whose), counts - NOTHING) + NOTHING
-
-
 def _pairs(lines: Ints, others: Ints) -> Ints:
     """Combine a line with a rank or a number on it; neither has more than 32 bits."""
     return (lines << 32) + others
-
-
-def _looked_up(keys: Ints, known: Ints, values: Ints) -> Ints:
-    """Return the value of each key, 0 if unknown."""
-    order = np.argsort(known)
-    known, values = np.append(known[order], np.iinfo(np.int64).max), np.append(values[order], 0)
-    at = np.searchsorted(known, keys)
-    return np.where(known[at] == keys, values[at], 0)
-
-
-def _or_nothing(value: int | None) -> int:
-    return NOTHING if value is None else int(value)
-
-
-def _ints(values: Iterable[int]) -> Ints:
-    return np.fromiter(values, dtype=np.int64)
 
 
 _UNKNOWN = -1
@@ -253,31 +156,15 @@ _EVERYTHING = np.iinfo(np.int64).max
 
 
 class HangEvidence:
-    """One round: the statuses of the ranks that answered, with the lines and the mesh of the job."""
+    """One round: what the ranks that answered reported, with the mesh of the job."""
 
-    def __init__(
-        self,
-        statuses: Iterable[RankStatus],
-        lines: Mapping[str, CommGroup],
-        mesh: Mesh,
-        *,
-        absent: str = "did not answer",
-    ) -> None:
+    def __init__(self, table: RoundTable, mesh: Mesh, *, absent: str = "did not answer") -> None:
         self.absent = absent
         """What sentences say about a rank without a status."""
-        self.statuses: dict[int, RankStatus] = {}
-        for status in statuses:
-            if status.rank in self.statuses:
-                raise ValueError(f"rank {status.rank} answered twice in one round")
-            self.statuses[status.rank] = status
-        self.mesh = mesh
-        # A group of one waits for nobody.
-        self.lines = {key: line for key, line in lines.items() if len(line.members) > 1}
-        self.index = {key: index for index, key in enumerate(self.lines)}
-        """Line -> its index in columns."""
-        self.members = Members.of(tuple(self.lines.values()), self.statuses)
-        highest = max(len(mesh) - 1, *self.statuses, int(self.members.rank.max(initial=0)), 0)
-        self.columns = StatusColumns.of(self.statuses, self.index, highest + 1)
+        self.table, self.statuses, self.lines, self.mesh = table, table.statuses, table.lines, mesh
+        self.members = Members.of(table)
+        highest = max(len(mesh) - 1, table.rank.max(initial=0), self.members.rank.max(initial=0))
+        self.columns = RankColumns.of(table, int(highest) + 1)
         self.lost, self.unheard = self._absent()
         """Ranks of lost machines, and other ranks that did not answer; see [Note: Absence]."""
         halted = np.flatnonzero(self.columns.answered & ~self.columns.running)
@@ -288,9 +175,44 @@ class HangEvidence:
         self._reached = self._count_reached(halted)
         self.answered: Ints = self._per_line(np.add, self.columns.answered[self.members.rank])
         """How many members of each line answered."""
-        issued_by_all = self._per_line(np.minimum, self._reached)
-        self.is_open: Bools = self.columns.number > issued_by_all[self.columns.line]
+        self._reached_by_all = np.append(self._per_line(np.minimum, self._reached), _EVERYTHING)
+        """By line; the last entry stands for a line that is not known."""
+        open_rows = np.flatnonzero(table.issued > self._reached_by_all[table.row_line])
+        operations, rows = table.expanded(open_rows)
+        is_open = table.numbers(operations, rows) > self._reached_by_all[table.row_line[rows]]
+        self.open, self.open_row = operations[is_open], rows[is_open]
+        """The operations that miss members, and their rows."""
+
+    @classmethod
+    def of(
+        cls,
+        statuses: Iterable[RankStatus],
+        lines: Mapping[str, CommGroup],
+        mesh: Mesh,
+        *,
+        absent: str = "did not answer",
+    ) -> HangEvidence:
+        by_rank: dict[int, RankStatus] = {}
+        for status in statuses:
+            if status.rank in by_rank:
+                raise ValueError(f"rank {status.rank} answered twice in one round")
+            by_rank[status.rank] = status
+        return cls(table_of(by_rank, lines), mesh, absent=absent)
+
+    def are_open(self, operations: Ints) -> Bools:
         """Whether each operation misses members."""
+        rows = self.table.row_of(operations)
+        found: Bools = self.table.numbers(operations, rows) > self._reached_by_all[self.table.row_line[rows]]
+        return found
+
+    def line_of(self, operations: Ints) -> Ints:
+        return self.table.row_line[self.table.row_of(operations)]
+
+    def places(self, operations: Ints) -> Ints:
+        """Return small integers, equal for operations of the same line and number only."""
+        rows = self.table.row_of(operations)
+        pairs = _pairs(self.table.row_line[rows], self.table.numbers(operations, rows))
+        return np.unique(pairs, return_inverse=True)[1]
 
     @property
     def in_communication(self) -> Bools:
@@ -317,7 +239,7 @@ class HangEvidence:
 
     def issued_by(self, line: str) -> tuple[Ints, Ints]:
         """The members of ``line``, and how many operations each has issued; -1 if it did not answer."""
-        here = self.members.of_line(self.index[line])
+        here = self.members.of_line(self.lines.index(line))
         ranks = self.members.rank[here]
         return ranks, np.where(self.columns.answered[ranks], self.members.issued[here], _UNKNOWN)
 
@@ -329,18 +251,26 @@ class HangEvidence:
     def reached_by(self, line: str) -> tuple[Ints, Ints]:
         """As ``issued_by``, but how many operations the device has entered where devices enter them."""
         ranks, issued = self.issued_by(line)
-        entered = self.members.entered[self.members.of_line(self.index[line])]
+        entered = self.members.entered[self.members.of_line(self.lines.index(line))]
         return ranks, np.where(entered == NOTHING, issued, np.minimum(issued, entered))
 
     def on_device(self, line: str) -> bool:
         """Whether devices enter the operations of ``line``."""
-        return bool((self.members.entered[self.members.of_line(self.index[line])] != NOTHING).any())
+        return bool((self.members.entered[self.members.of_line(self.lines.index(line))] != NOTHING).any())
 
-    def missing(self, operation: int) -> Ints:
-        """The members without which an operation cannot finish: not issued, or died after announcing it."""
-        here = self.members.of_line(self.columns.line[operation])
-        ranks: Ints = self.members.rank[here][self._reached[here] < self.columns.number[operation]]
-        return ranks
+    def missing(self, lines: Ints, numbers: Ints, by_dead: Bools) -> tuple[Ints, Ints]:
+        """Return the members without which operations cannot finish, and the operation of each.
+
+        They have not issued it, or died after announcing it. For an operation in which dead ranks wait,
+        ``by_dead``, only ranks that have died before them count: see ``wait_graph``, [Note: Deaths].
+        """
+        members = self.members
+        slots, which = spans(members.starts[lines], np.diff(members.starts)[lines])
+        ranks = members.rank[slots]
+        issued = np.where(self.columns.answered[ranks], members.issued[slots], _UNKNOWN)
+        reached = np.where(by_dead[which], issued, self._reached[slots])
+        is_missing = (reached < numbers[which]) & (self.is_dead[ranks] | ~by_dead[which])
+        return ranks[is_missing], which[is_missing]
 
     def whole_lines(self, inside: Bools) -> Bools:
         """Lines of which all members that answered are ``inside``."""
@@ -354,7 +284,7 @@ class HangEvidence:
     def _absent(self) -> tuple[frozenset[int], frozenset[int]]:
         absent = np.flatnonzero(~self.columns.answered[: len(self.mesh)]).tolist()
         # Hosts matter only if a rank is absent.
-        answered = {self.mesh.host_of(rank) for rank in self.statuses if absent} | {None}
+        answered = {self.mesh.host_of(rank) for rank in self.table.rank.tolist() if absent} | {None}
         lost = frozenset(rank for rank in absent if self.mesh.host_of(rank) not in answered)
         return lost, frozenset(absent) - lost
 
@@ -363,7 +293,7 @@ class HangEvidence:
         members, columns = self.members, self.columns
         died_at = columns.last_event[halted]
         halted, died_at = halted[died_at != NOTHING], died_at[died_at != NOTHING]
-        reached = members.issued - members.are(columns.line[died_at], halted)
+        reached = members.issued - members.are(self.line_of(died_at), halted)
         # A device may not have reached what its host has issued; other members wait for the device.
         reached = np.where(members.entered == NOTHING, reached, np.minimum(reached, members.entered))
         # See [Note: Absence].

@@ -6,13 +6,15 @@ Nothing is decided here.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import compress
 from typing import Any
 
 import numpy as np
 
 from torchscout.decision.consensus import Status, Verdict, exact
 from torchscout.decision.hang.divergence import Divergence
-from torchscout.decision.hang.evidence import NOTHING, Bools, HangEvidence, Ints
+from torchscout.decision.hang.evidence import HangEvidence
+from torchscout.decision.hang.table import NOTHING, Bools, Ints
 from torchscout.decision.progress import IssuedOp, Phase, Process
 from torchscout.decision.record import EvidenceRecord, Manifestation, Surface
 from torchscout.mesh import Mesh
@@ -55,7 +57,7 @@ def of_lines(evidence: HangEvidence, lines: Iterable[str], suspects: Collection[
 def of_divergence(evidence: HangEvidence, found: Sequence[Divergence]) -> list[EvidenceRecord]:
     """Compare what members issued as the same number."""
     return [
-        _record(evidence, f"{each.compared}/{each.line.name}", tuple(each.issued), each.verdict, each.ranks)
+        _record(evidence, f"{each.compared}/{each.line.name}", each.voters, each.verdict, each.ranks)
         for each in found[:MOST]
     ]
 
@@ -83,9 +85,10 @@ def of_coordinates(evidence: HangEvidence, ranks: Sequence[int]) -> list[Evidenc
     records = []
     for group in list(groups)[:MOST]:
         members = np.array(group.ranks)
-        peers = tuple(members[_shown(evidence, members, ranks)].tolist())
+        shown = _shown(evidence, members, ranks)
+        peers = tuple(members[shown].tolist())
         if len(peers) > 1:
-            verdict = exact([_coordinate(evidence, rank) for rank in peers])
+            verdict = exact(_coordinates(evidence, members[shown]))
             records.append(_record(evidence, "coordinate", peers, verdict, ranks))
         else:
             reason = f"rank {group.ranks[0]} has no equivalent peer that answered"
@@ -122,9 +125,11 @@ def _shown(evidence: HangEvidence, ranks: Ints, suspects: Collection[int]) -> Bo
     return evidence.columns.answered[ranks] | np.isin(ranks, list(suspects))
 
 
-def _coordinate(evidence: HangEvidence, rank: int) -> int:
-    progress = evidence.progress(rank)
-    return -1 if progress is None else (progress.step << 32) + progress.operation
+def _coordinates(evidence: HangEvidence, ranks: Ints) -> list[int]:
+    columns = evidence.columns
+    coordinates = (columns.step[ranks] << 32) + columns.operation[ranks]
+    found: list[int] = np.where(columns.published[ranks], coordinates, -1).tolist()
+    return found
 
 
 def _context(evidence: HangEvidence, rank: int) -> dict[str, Any]:
@@ -175,8 +180,9 @@ def different(found: Sequence[Divergence], ranks: Sequence[int], mesh: Mesh) -> 
     first = found[0]
     line, number = first.line.in_words, first.number
     who = _rank(mesh, ranks[0]) if len(ranks) == 1 else named(ranks) if ranks else f"members of {line}"
-    theirs = _texts(first, [rank for rank in first.issued if rank in ranks])
-    others = _texts(first, [rank for rank in first.issued if rank not in ranks])
+    named_ranks = set(ranks)
+    theirs = _texts(first, [rank in named_ranks for rank in first.voters])
+    others = _texts(first, [rank not in named_ranks for rank in first.voters])
     if first.compared == "splits":
         did = f"issued number {number} of {line} with splits that do not match"
     elif first.compared == "digest":
@@ -277,8 +283,8 @@ def _rank(mesh: Mesh, rank: int) -> str:
     return named((rank,), mesh.hosts_of((rank,)))
 
 
-def _texts(divergence: Divergence, ranks: Sequence[int]) -> str:
-    return " or ".join(list(dict.fromkeys(divergence.issued[rank].text for rank in ranks))[:3])
+def _texts(divergence: Divergence, chosen: Sequence[bool]) -> str:
+    return " or ".join(list(dict.fromkeys(compress(divergence.texts, chosen)))[:3])
 
 
 def _counted(waiters: int) -> str:

@@ -10,17 +10,16 @@ transport. No rank is behind there, so the stall is attributed to the process gr
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
-from torchscout.decision.hang.evidence import NOTHING, Bools, HangEvidence, Ints, Rows
+from torchscout.decision.hang.evidence import HangEvidence
+from torchscout.decision.hang.table import NOTHING, Bools, Ints, Rows
 from torchscout.decision.progress import IssuedOp
 
-__all__ = ["Operation", "Stalled", "WaitGraph", "stalled_operations", "stalled_together"]
+__all__ = ["Stalled", "WaitGraph", "stalled_operations", "stalled_together"]
 
 # [Note: Stalled]
 #
@@ -35,7 +34,7 @@ __all__ = ["Operation", "Stalled", "WaitGraph", "stalled_operations", "stalled_t
 class Stalled:
     """Ranks that wait for an operation rather than for a rank."""
 
-    lines: dict[str, IssuedOp]
+    lines: dict[int, int]
     """Line -> the stalled operation."""
     ranks: Bools
 
@@ -53,14 +52,23 @@ def stalled_operations(evidence: HangEvidence, blocked: Bools) -> Stalled:
         (columns.waiting == 1) & ~blocked & ~found.ranks & (columns.newest != NOTHING) & ~columns.has_device
     )
     inside = found.ranks | alone
-    shown = alone[columns.recent_rank]
-    operations, ranks = columns.recent[shown], columns.recent_rank[shown]
     # Of all posted operations prefer one whose members are all inside to the last one.
-    in_whole = evidence.whole_lines(inside)[columns.line[operations]]
+    table, in_whole = evidence.table, evidence.whole_lines(inside)
+    rows = _rows_shown(evidence, alone)
+    rows = rows[in_whole[table.row_line[rows]]]
+    last = table.starts[rows + 1] - 1
+    order = np.argsort(table.order[last], kind="stable")
     chosen = columns.newest.copy()
-    chosen[ranks[in_whole]] = operations[in_whole]  # of several for one rank the last one is kept
+    chosen[table.row_rank[rows[order]]] = last[order]  # of several for one rank the last one is kept
     found.add(Stalled(_by_line(evidence, chosen[alone]), inside))
     return found
+
+
+def _rows_shown(evidence: HangEvidence, ranks: Bools) -> Ints:
+    """The rows of these ranks, on known lines, that show operations."""
+    table = evidence.table
+    shows = (table.row_line != NOTHING) & (table.starts[1:] > table.starts[:-1])
+    return np.flatnonzero(shows & ranks[table.row_rank])
 
 
 def stalled_together(evidence: HangEvidence, ranks: Sequence[int]) -> Stalled:
@@ -69,10 +77,11 @@ def stalled_together(evidence: HangEvidence, ranks: Sequence[int]) -> Stalled:
     unsure = np.zeros_like(columns.running)
     unsure[ranks] = True
     unsure &= columns.running & (columns.waiting == NOTHING) & ~columns.has_device
-    theirs = unsure[columns.recent_rank] & evidence.whole_lines(unsure)[columns.line[columns.recent]]
+    table, rows = evidence.table, _rows_shown(evidence, unsure)
+    rows = rows[evidence.whole_lines(unsure)[table.row_line[rows]]]
     together = np.zeros_like(unsure)
-    together[columns.recent_rank[theirs]] = True
-    return Stalled(_by_line(evidence, columns.recent[theirs]), together)
+    together[table.row_rank[rows]] = True
+    return Stalled(_by_line(evidence, table.starts[rows + 1] - 1), together)
 
 
 def _at_same_operation(evidence: HangEvidence) -> Stalled:
@@ -82,21 +91,18 @@ def _at_same_operation(evidence: HangEvidence) -> Stalled:
     ranks = np.flatnonzero((evidence.in_communication | on_device) & (last != NOTHING))
     operations = last[ranks]
     _, first, member_of, sizes = np.unique(
-        columns.place[operations], return_index=True, return_inverse=True, return_counts=True
+        evidence.places(operations), return_index=True, return_inverse=True, return_counts=True
     )
     shown = operations[first]
-    complete = (sizes == evidence.answered[columns.line[shown]]) & ~evidence.is_open[shown]
+    complete = (sizes == evidence.answered[evidence.line_of(shown)]) & ~evidence.are_open(shown)
     inside = np.zeros_like(columns.running)
     inside[ranks[complete[member_of]]] = True
     return Stalled(_by_line(evidence, shown[complete]), inside)
 
 
-def _by_line(evidence: HangEvidence, operations: Ints) -> dict[str, IssuedOp]:
+def _by_line(evidence: HangEvidence, operations: Ints) -> dict[int, int]:
     """The last of ``operations`` on each line."""
-    last = np.full(len(evidence.lines), NOTHING)
-    last[evidence.columns.line[operations]] = operations
-    shown = (evidence.columns.operations[operation] for operation in last[last != NOTHING].tolist())
-    return {each.line: each for each in shown}
+    return dict(zip(evidence.line_of(operations).tolist(), operations.tolist(), strict=True))
 
 
 # [Note: Waiting]
@@ -121,15 +127,6 @@ def _by_line(evidence: HangEvidence, operations: Ints) -> dict[str, IssuedOp]:
 # had died before: a lost connection ends one trainer after the other. Waiting for a living rank is no excuse.
 
 
-class Operation(NamedTuple):
-    """An operation that ranks wait in."""
-
-    line: str
-    number: int
-    by_dead: bool
-    """The waiting ranks are dead, so that only ranks which died before them count as missing."""
-
-
 _Node = int
 """A rank or, if negative, ``~place`` of an operation in the list of operations that ranks wait in."""
 
@@ -139,25 +136,33 @@ class WaitGraph:
 
     def __init__(self, evidence: HangEvidence) -> None:
         self._evidence = evidence
+        size = len(evidence.columns.running)
         ranks, operations, is_certain = _waits(evidence)
-        self._operations: list[Operation] = []
-        self._issued: list[IssuedOp] = []
-        self._targets: list[list[int]] = []
-        places = self._add(operations, ~evidence.columns.running[ranks])
-        misses = np.array([bool(targets) for targets in self._targets], dtype=bool)[places]
+        # Dead and living ranks wait in separate operations.
+        by_dead = ~evidence.columns.running[ranks]
+        _, first, places = np.unique(
+            2 * evidence.places(operations) + by_dead, return_index=True, return_inverse=True
+        )
+        self._operations: Ints = operations[first]
+        """One of the equal operations of several ranks."""
+        rows = evidence.table.row_of(self._operations)
+        lines, numbers = evidence.table.row_line[rows], evidence.table.numbers(self._operations, rows)
+        missing, of_place = evidence.missing(lines, numbers, by_dead[first])
+        self._targets = Rows.grouped(of_place, missing, len(first))
+        self._missed = Rows.grouped(missing, of_place, size)
+        """Rank -> the operations that do not finish without it."""
+        misses = self._targets.lengths[places] > 0
         ranks, places = ranks[misses], places[misses]
-        self._waits = Rows.grouped(ranks, places, len(evidence.columns.running))
-        self._waiting = Rows.grouped(places, ranks, len(self._operations))
-        self.blocked: Bools = (np.diff(self._waits.starts) > 0) & is_certain
+        self._waits = Rows.grouped(ranks, places, size)
+        self._waiting = Rows.grouped(places, ranks, len(first))
+        self.blocked: Bools = (self._waits.lengths > 0) & is_certain
         """Ranks that certainly wait for another rank."""
         self.stalled = stalled_operations(evidence, self.blocked)
         """Ranks that wait for no other rank, and whose operation does not return."""
-        self._missed: dict[int, list[int]] = defaultdict(list)
-        for place, targets in enumerate(self._targets):
-            for rank in targets:
-                self._missed[rank].append(place)
-        self._reached: set[_Node] = set()
+        self._is_reached = np.zeros(len(first), dtype=bool)
+        """Operations that a certain wait leads to."""
         self._least: dict[int, tuple[int, int]] = {}
+        self._issued: dict[int, IssuedOp] = {}
         self.sources: list[int] = []
         """Ranks that others wait for and that wait for nobody, ascending."""
         self.cycles: list[tuple[int, ...]] = []
@@ -170,28 +175,35 @@ class WaitGraph:
         The first is the one in which the ranks with the least progress wait, which ``rank`` should have
         entered next.
         """
-        places = [place for place in self._missed.get(rank, ()) if ~place in self._reached]
+        places = [place for place in self._missed[rank].tolist() if self._is_reached[place]]
         lines: dict[str, IssuedOp] = {}
         for place in sorted(places, key=self._least_progress):
-            lines.setdefault(self._operations[place].line, self._issued[place])
+            issued = self._issued_at(place)
+            lines.setdefault(issued.line, issued)
         return list(lines.values())
 
-    def _least_progress(self, place: int) -> tuple[tuple[int, int], Operation]:
+    def _issued_at(self, place: int) -> IssuedOp:
+        if place not in self._issued:
+            self._issued[place] = self._evidence.table.issued_op(int(self._operations[place]))
+        return self._issued[place]
+
+    def _least_progress(self, place: int) -> tuple[tuple[int, int], str, int]:
         if place not in self._least:
             columns, ranks = self._evidence.columns, self._waiting[place]
             steps = columns.step[ranks]
             operations = columns.operation[ranks[steps == steps.min()]]
             self._least[place] = int(steps.min()), int(operations.min())
-        return self._least[place], self._operations[place]
+        issued = self._issued_at(place)
+        return self._least[place], issued.line, issued.number
 
     def inside(self, cycle: Sequence[int]) -> dict[int, IssuedOp]:
         """Return the operation in which each rank of a cycle waits for another rank of it."""
         ranks = set(cycle)
         return {
             rank: next(
-                self._issued[place]
+                self._issued_at(place)
                 for place in self._waits[rank].tolist()
-                if not ranks.isdisjoint(self._targets[place])
+                if not ranks.isdisjoint(self._targets[place].tolist())
             )
             for rank in cycle
         }
@@ -199,58 +211,36 @@ class WaitGraph:
     def waiters(self, ranks: Iterable[int]) -> set[int]:
         """Return the other ranks that wait for one of ``ranks``, directly or indirectly."""
         named = list(ranks)
-        waiting = np.zeros_like(self.blocked)
-        reached, frontier, followed = set(named), list(named), set[int]()
-        while frontier:
-            for place in self._missed.get(frontier.pop(), ()):
-                if place not in followed:
-                    followed.add(place)
-                    waiting[self._waiting[place]] = True
-                    # No operation misses most of them, so that the search ends there.
-                    new = self._missed.keys() & set(self._waiting[place].tolist()) - reached
-                    reached |= new
-                    frontier += new
+        waiting, _ = _followed(np.array(named, np.int64), self._missed, self._waiting)
         waiting[named] = False
         return set(np.flatnonzero(waiting & self.blocked).tolist())
 
-    def _add(self, operations: Ints, by_dead: Bools) -> Ints:
-        """Return the place of each operation; dead and living ranks wait in separate ones."""
-        columns = self._evidence.columns
-        _, first, places = np.unique(
-            2 * columns.place[operations] + by_dead, return_index=True, return_inverse=True
-        )
-        for operation, dead in zip(operations[first].tolist(), by_dead[first].tolist(), strict=True):
-            issued = columns.operations[operation]
-            self._operations.append(Operation(issued.line, issued.number, dead))
-            self._issued.append(issued)
-            self._targets.append(self._missed_by(operation, by_dead=dead))
-        return places
-
-    def _missed_by(self, operation: int, *, by_dead: bool) -> list[int]:
-        evidence, issued = self._evidence, self._evidence.columns.operations[operation]
-        missing = evidence.missing(operation)
-        if by_dead:  # See [Note: Deaths].
-            ranks, counts = evidence.issued_by(issued.line)
-            missing = ranks[evidence.is_dead[ranks] & (counts < issued.number)]
-        found: list[int] = missing.tolist()
+    def _after(self, node: _Node) -> list[_Node]:
+        found: list[_Node] = self._targets[~node].tolist() if node < 0 else (~self._waits[node]).tolist()
         return found
 
-    def _after(self, node: _Node) -> list[_Node]:
-        return self._targets[~node] if node < 0 else (~self._waits[node]).tolist()
-
     def _find_roots(self) -> None:
-        """Find the strongly connected components that no edge leaves."""
-        # Start at operations: most waiting ranks are no root, because no rank waits for them.
-        waited_in = self._waits.values[np.repeat(self.blocked, np.diff(self._waits.starts))]
-        for component in _components((~np.unique(waited_in)).tolist(), self._after):
+        """Find the strongly connected components that no edge leaves.
+
+        Most are a rank that waits for nobody. The nodes from which no such rank is reached are few, and only
+        they are searched one by one.
+        """
+        waited_in = np.zeros_like(self._is_reached)
+        waited_in[self._waits.take(np.flatnonzero(self.blocked))] = True
+        self._is_reached, is_needed = _followed(np.flatnonzero(waited_in), self._targets, self._waits)
+        self._is_reached |= waited_in
+        free = np.flatnonzero(is_needed & (self._waits.lengths == 0))
+        self.sources = free.tolist()
+        _, explained = _followed(free, self._missed, self._waiting)
+        starts = ~np.flatnonzero(self._is_reached & ~explained)
+        for component in _components(starts.tolist(), self._after):
             inside = set(component)
-            self._reached |= inside
             if any(after not in inside for node in component for after in self._after(node)):
                 continue
             ranks = sorted(node for node in component if node >= 0)
-            free = [rank for rank in ranks if not self.blocked[rank]]
-            self.sources += free
-            if not free and not self.stalled.ranks[ranks].any():
+            unsure = [rank for rank in ranks if not self.blocked[rank]]
+            self.sources += unsure
+            if not unsure and not self.stalled.ranks[ranks].any():
                 self.cycles.append(tuple(ranks))
         # Sources without a stack that make up a whole line, all equally far, may be in a stalled operation.
         self.stalled.add(stalled_together(self._evidence, self.sources))
@@ -258,23 +248,44 @@ class WaitGraph:
         self.cycles.sort()
 
 
+def _followed(start: Ints, edges: Rows, back: Rows) -> tuple[Bools, Bools]:
+    """Follow ``edges`` from ``start`` to nodes of another kind, and ``back`` from those to the first kind.
+
+    Return which nodes of the first kind are reached again, and which of the other kind.
+    """
+    again, other = np.zeros(len(edges.starts) - 1, dtype=bool), np.zeros(len(back.starts) - 1, dtype=bool)
+    frontier = start
+    while frontier.size:
+        new = np.zeros_like(other)
+        new[edges.take(frontier)] = True
+        new &= ~other
+        other |= new
+        before = again.copy()
+        again[back.take(np.flatnonzero(new))] = True
+        frontier = np.flatnonzero(again & ~before)
+    return again, other
+
+
 def _waits(evidence: HangEvidence) -> tuple[Ints, Ints, Bools]:
     """Return ranks and the operations they wait in, and which ranks certainly wait. See [Note: Waiting]."""
-    columns, last = evidence.columns, evidence.columns.last_event
+    columns, last, table = evidence.columns, evidence.columns.last_event, evidence.table
     has_last = last != NOTHING
     dead = columns.answered & ~columns.running & has_last
     at_last = columns.running & (columns.waiting == NOTHING) & has_last
-    at_last[at_last] = evidence.is_open[last[at_last]]
-    in_last = np.flatnonzero(dead | at_last)
-    by_host = (columns.running & (columns.waiting != 0) & ~at_last)[columns.recent_rank] & ~columns.on_device
-    by_device = columns.running[columns.recent_rank] & columns.has_entered
-    by_device &= evidence.is_open[columns.recent]
-    ranks = np.concatenate([in_last, columns.recent_rank[by_host | by_device]])
-    operations = np.concatenate([last[in_last], columns.recent[by_host | by_device]])
-    ranks, operations = ranks[evidence.is_open[operations]], operations[evidence.is_open[operations]]
-    order = np.argsort(ranks, kind="stable")
+    at_last[at_last] = evidence.are_open(last[at_last])
+    dead_in_open = dead.copy()
+    dead_in_open[dead] = evidence.are_open(last[dead])
+    in_last = np.flatnonzero(dead_in_open | at_last)
+    posted, rows = evidence.open, evidence.open_row
+    whose, on_device = table.row_rank[rows], table.entered[rows] != NOTHING
+    by_host = (columns.running & (columns.waiting != 0) & ~at_last)[whose] & ~on_device
+    by_device = columns.running[whose] & on_device & (table.numbers(posted, rows) <= table.entered[rows])
+    shown = by_host | by_device
+    ranks = np.concatenate([in_last, whose[shown]])
+    operations = np.concatenate([last[in_last], posted[shown]])
+    order = np.lexsort((table.order[operations], ranks))
     is_certain = dead | at_last | (columns.waiting == 1)
-    is_certain[columns.recent_rank[by_device]] = True
+    is_certain[whose[by_device]] = True
     return ranks[order], operations[order], is_certain
 
 

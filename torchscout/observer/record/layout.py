@@ -31,7 +31,16 @@ from typing import Any, NamedTuple
 
 from torchscout.decision.progress import CommGroup, Phase
 
-__all__ = ["Declarations", "Head", "Memory", "Operation", "line_text", "pack_operation", "phrase_text"]
+__all__ = [
+    "Declarations",
+    "Head",
+    "Memory",
+    "Operation",
+    "line_text",
+    "pack_operation",
+    "phrase_text",
+    "runs_of",
+]
 
 RECENT = 64
 """Operations that a reader returns."""
@@ -57,8 +66,8 @@ _NO_SPLITS = -1
 
 PAUSED, FINISHED, DEVICE_STEP, DEVICE_BUSY, DEVICE_ASKED, CAPTURED, JOURNAL_LENGTH, DROPPED, NOTED = range(9)
 """Indices of the words; from ``NOTED`` on, the number of durations noted in each series."""
-EXITING = 2
-"""Value of the word ``FINISHED`` while the interpreter exits."""
+EXITING, FAILING = 2, 3
+"""Values of the word ``FINISHED`` while the interpreter exits, without and with an exception."""
 UNKNOWN = -1
 """Value of a word if the device's progress is unknown."""
 
@@ -215,7 +224,7 @@ _MAX_MEMBERS = 1 << 20
 
 
 def line_text(line: CommGroup) -> bytes:
-    declared = {"key": line.key, "name": line.name, "pair": line.pair, "members": _runs(line.members)}
+    declared = {"key": line.key, "name": line.name, "pair": line.pair, "members": runs_of(line.members)}
     return _text(declared if line.timeout is None else {**declared, "timeout": line.timeout})
 
 
@@ -275,7 +284,7 @@ def _line(declared: dict[str, Any], size: int | None) -> CommGroup:
     return CommGroup(key, members, name, pair, timeout)
 
 
-def _runs(members: Sequence[int]) -> list[tuple[int, int, int]]:
+def runs_of(members: Sequence[int]) -> list[tuple[int, int, int]]:
     """Return ranks as (first, stride, count): the groups of a mesh are regular, however large they are."""
     runs: list[tuple[int, int, int]] = []
     for member in members:

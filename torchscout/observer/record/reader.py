@@ -54,6 +54,11 @@ class ProgressReader:
         return self._memory.words[layout.FINISHED] == layout.EXITING
 
     @property
+    def is_failing(self) -> bool:
+        """Whether an exception ends the trainer."""
+        return self._memory.words[layout.FINISHED] == layout.FAILING
+
+    @property
     def dropped(self) -> int:
         """Number of declarations without room; unless it is 0, some communication may be missing here."""
         return self._memory.words[layout.DROPPED]

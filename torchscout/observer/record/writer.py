@@ -241,6 +241,11 @@ class ProgressWriter:
         with self._lock:
             self._memory.words[layout.FINISHED] = self._memory.words[layout.FINISHED] or layout.EXITING
 
+    def failing(self) -> None:
+        """Publish that an exception ends the program; its exit may take a while."""
+        with self._lock:
+            self._memory.words[layout.FINISHED] = layout.FAILING
+
     def close(self) -> None:
         """Remove the file; open mappings stay readable."""
         with self._lock:

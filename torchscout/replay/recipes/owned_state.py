@@ -99,6 +99,10 @@ class OwnedStateRecipe(Recipe):
         """Return what is watched, regardless of the budget."""
         return {**self._copies.resting(), **self._state()}
 
+    def state(self) -> Mapping[Surface, torch.Tensor]:
+        """Return what only this rank has."""
+        return self._state()
+
     def unwatched(self) -> Mapping[Surface, str]:
         """Return the working copies that are not watched, with the reasons."""
         return self._copies.unwatched()

@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 import xxhash
-from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from torchscout.decision.ownership import BY_DESIGN, Ownership
 from torchscout.decision.record import EvidenceRecord, Surface
 from torchscout.errors import ReplayError
 from torchscout.mesh import LayerKind
 from torchscout.replay.recipe import Comparison, Mode, Observation, Recipe, Replay
+from torchscout.utils.zero_redundancy import inner_of
 
 __all__ = ["ReplicatedStateRecipe", "State", "slots_of"]
 
@@ -33,7 +33,7 @@ def slots_of(
     """Return every tensor of optimizer state, named as ``layer.2.up/weight.exp_avg``."""
     found: dict[Surface, torch.Tensor] = {}
     # ZeroRedundancyOptimizer keeps its slots in an inner optimizer.
-    inner = [each.optim for each in optimizers if isinstance(each, ZeroRedundancyOptimizer)]
+    inner = [each for each in map(inner_of, optimizers) if each is not None]
     for optimizer in (*optimizers, *inner):
         for parameter, slots in optimizer.state.items():
             if parameter in surfaces and isinstance(slots, dict):
@@ -66,6 +66,10 @@ class ReplicatedStateRecipe(Recipe):
         """Return the parameters that are replicated, as far as is known."""
         owned = self.ownership.owned
         return [each for name, each in self._state()["parameters"].items() if name not in owned]
+
+    def state(self) -> dict[Surface, torch.Tensor]:
+        """Return all of it that this rank holds, compared or not."""
+        return {name: each for tensors in self._state().values() for name, each in tensors.items()}
 
     def new_replay(self, *_: object) -> _StateComparison:
         return _StateComparison(self._state, self._names)

@@ -93,11 +93,14 @@ function table(heads, rows, label) {
   );
 }
 
-// A table that shows its first rows, and the rest on demand.
+// A table that shows its first rows, and the rest on demand; then also when it is drawn again.
+const expanded = new Set();
+
 function longTable(heads, rows, label, first = 40) {
-  if (rows.length <= first) return table(heads, rows.map((row) => row()), label);
+  if (rows.length <= first || expanded.has(label)) return table(heads, rows.map((row) => row()), label);
   const place = h("div", {}, table(heads, rows.slice(0, first).map((row) => row()), label));
   const more = h("button", { type: "button", onclick: () => {
+    expanded.add(label);
     place.replaceChildren(table(heads, rows.map((row) => row()), label));
   } }, "Show all " + number(rows.length) + " rows");
   place.append(more);

@@ -75,12 +75,13 @@ function stripsView(data) {
     return section("times", "Times", h("p", {}, "No times are recorded. Rounds without a slow rank are counted, and not kept, unless ReplayConfig(records=\"all\") is set."));
   }
   const place = h("div", {});
-  const slow = data.strips.filter((each) => each.slow.length > 0).length, first = Math.max(3, Math.min(6, slow));
+  const slow = data.strips.filter((each) => each.slow.length > 0).length, first = expanded.has("strips") ? data.strips.length : Math.max(3, Math.min(6, slow));
   data.strips.slice(0, first).forEach((each, index) => place.append(stripView(each, index)));
   if (data.strips.length > first) {
     // Anchors of strips that are not drawn yet must exist.
     const more = h("button", { type: "button", onclick: () => {
       more.remove();
+      expanded.add("strips");
       data.strips.slice(first).forEach((each, index) => document.getElementById("strip-" + (first + index)).replaceWith(stripView(each, first + index)));
     } }, "Show " + (data.strips.length - first) + " more");
     place.append(more, data.strips.slice(first).map((_, index) => h("span", { id: "strip-" + (first + index) }))[0]);
@@ -104,6 +105,7 @@ function stripView(strip, index) {
       svg("text", { x: CHART.left - 6, y: y(to(level)) + 4, class: "axis end" }, number(Number(level.toPrecision(2))) + " ms"));
   }
   const every = Math.ceil(rounds.length / (NARROW ? 5 : 16));
+  let lastName = -Infinity; // names that would overlap are left out; the caption has all of them
   rounds.forEach((round, position) => {
     const left = CHART.left + position * wide, middle = left + wide / 2, half = Math.min(wide * 0.4, 40);
     const level = (value, kind) => svg("line", { x1: middle - half, x2: middle + half, y1: y(to(value)), y2: y(to(value)), class: kind });
@@ -112,8 +114,9 @@ function stripView(strip, index) {
     round.dots.forEach(([rank, time, isOut], place) => {
       const at = middle + (round.dots.length > 1 ? (place / (round.dots.length - 1) - 0.5) * half * 1.6 : 0);
       const title = svg("title", {}, "rank " + rank + ": " + time.toPrecision(4) + " ms, step " + round.step + (round.layer ? ", " + nameOf(round.layer) : ""));
-      if (isOut) picture.append(svg("path", { d: "M" + at + " " + (y(to(time)) - 6) + "l6 11h-12z", class: "dot-out" }, title), svg("text", { x: at, y: y(to(time)) - 8, class: "small out-name" }, rank));
-      else picture.append(svg("circle", { cx: at, cy: y(to(time)), r: 3, class: "dot" }, title));
+      if (isOut) picture.append(svg("path", { d: "M" + at + " " + (y(to(time)) - 6) + "l6 11h-12z", class: "dot-out" }, title));
+      if (isOut && at - lastName > 10 * String(rank).length + 4) picture.append(svg("text", { x: lastName = at, y: y(to(time)) - 8, class: "small out-name" }, rank));
+      if (!isOut) picture.append(svg("circle", { cx: at, cy: y(to(time)), r: 3, class: "dot" }, title));
     });
     if (position % every === 0) picture.append(svg("text", { x: middle, y: height - 8, class: "axis" }, "step " + round.step));
   });

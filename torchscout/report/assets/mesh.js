@@ -1,34 +1,41 @@
 // The mesh: every rank as a cell, or, in a large job, machines or replicas that open into ranks.
 
 const MOST_CELLS = 512;
+// What the reader has chosen, for a view that is drawn again.
+const chosen = { incident: "", by: "host", group: null, rank: null };
 
 class MeshView {
   constructor(data) {
     this.ranks = data.ranks;
     this.incidents = data.incidents;
     this.axes = Object.keys(data.ranks.axes);
-    this.marks = marksOf(data.incidents);
     this.isLarge = data.ranks.size > MOST_CELLS;
-    this.by = "host";
+    if (!this.axes.includes(chosen.by)) chosen.by = "host";
     this.place = h("div", { class: "mesh" });
     this.drilled = h("div", {});
     this.detail = h("div", { class: "detail", "aria-live": "polite" });
+    if (this.ranks.size === 0) {
+      this.root = section("mesh", "Ranks", h("p", {}, "No ranks are recorded."));
+      return;
+    }
     this.root = section("mesh", "Ranks", this.controls(), this.legend(), this.place, this.drilled, this.detail);
+    const { group, rank } = chosen;
     this.draw();
+    const tile = [...this.place.querySelectorAll(".tile")].find((each) => each.title === group);
+    if (tile) tile.click();
+    if (rank !== null) this.show(rank);
   }
 
   controls() {
     const options = [h("option", { value: "" }, "all incidents")].concat(
       this.incidents.map((each) => h("option", { value: each.id }, "incident " + each.id + ": " + word(each.manifestation))));
-    const pick = h("select", { onchange: () => {
-      const chosen = this.incidents.filter((each) => !pick.value || String(each.id) === pick.value);
-      this.marks = marksOf(chosen);
-      this.draw();
-    } }, options);
+    const pick = h("select", { id: "mesh-mark", onchange: () => { chosen.incident = pick.value; this.draw(); } }, options);
+    pick.value = chosen.incident;
     const parts = [h("label", {}, "Mark ", pick)];
     if (this.isLarge) {
-      const by = h("select", { id: "mesh-by", onchange: () => { this.by = by.value; this.draw(); } },
+      const by = h("select", { id: "mesh-by", onchange: () => { chosen.by = by.value; this.draw(); } },
         ["host", ...this.axes].map((each) => h("option", { value: each }, each === "host" ? "machine" : each)));
+      by.value = chosen.by;
       parts.push(h("label", {}, "Group by ", by));
     }
     const find = h("input", { type: "number", min: 0, max: this.ranks.size - 1, id: "find-rank", size: 7 });
@@ -46,6 +53,8 @@ class MeshView {
   }
 
   draw() {
+    this.marks = marksOf(this.incidents.filter((each) => !chosen.incident || String(each.id) === chosen.incident));
+    chosen.group = chosen.rank = null;
     this.drilled.replaceChildren();
     this.detail.replaceChildren();
     if (this.isLarge) {
@@ -61,7 +70,7 @@ class MeshView {
   }
 
   keyOf(rank) {
-    const column = this.by === "host" ? this.ranks.host : this.ranks.axes[this.by];
+    const column = chosen.by === "host" ? this.ranks.host : this.ranks.axes[chosen.by];
     return column[rank];
   }
 
@@ -73,7 +82,7 @@ class MeshView {
       found.get(key).push(rank);
     }
     const tiles = [...found.entries()].map(([key, ranks]) => {
-      const name = this.by === "host" ? (key === null ? "unknown machine" : this.ranks.hosts[key]) : this.by + " " + (key === null ? "unknown" : key);
+      const name = chosen.by === "host" ? (key === null ? "unknown machine" : this.ranks.hosts[key]) : chosen.by + " " + (key === null ? "unknown" : key);
       const counts = new Map();
       for (const rank of ranks) {
         const mark = this.marks.get(rank);
@@ -102,9 +111,10 @@ class MeshView {
   drill(tile, button) {
     for (const each of this.place.querySelectorAll("[aria-expanded=true]")) each.setAttribute("aria-expanded", "false");
     button.setAttribute("aria-expanded", "true");
-    const close = h("button", { type: "button", onclick: () => { this.drilled.replaceChildren(); button.setAttribute("aria-expanded", "false"); button.focus(); } }, "Close");
+    chosen.group = button.title;
+    const close = h("button", { type: "button", onclick: () => { chosen.group = null; this.drilled.replaceChildren(); button.setAttribute("aria-expanded", "false"); button.focus(); } }, "Close");
     this.drilled.replaceChildren(h("div", { class: "drilled" }, h("h3", {}, nameOf(tile.name), " ", close), this.grid(tile.ranks)));
-    this.drilled.firstChild.scrollIntoView({ block: "nearest" });
+    if (this.root.isConnected) this.drilled.firstChild.scrollIntoView({ block: "nearest" });
   }
 
   // Rows are replicas and columns the other coordinates; without coordinates, rows are machines.
@@ -158,6 +168,7 @@ class MeshView {
       this.detail.replaceChildren(h("p", {}, "There is no rank " + rank + "; ranks are 0 to " + (this.ranks.size - 1) + "."));
       return;
     }
+    chosen.rank = rank;
     const end = this.ranks.end[rank], device = this.ranks.devices[this.ranks.device[rank]];
     const mine = (spans) => spans.some(([first, last]) => first <= rank && rank <= last);
     const about = this.incidents.filter((each) => mine(each.ranks) || mine(each.waiting));

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from torchscout.errors import RestartPlanError
 from torchscout.utils.identity import is_host_name
 from torchscout.utils.private_files import make_folders, open_private, replace_text
 
-__all__ = ["FOLDER_VARIABLE", "SCHEMA", "RestartPlan"]
+__all__ = ["FOLDER_VARIABLE", "SCHEMA", "RestartPlan", "is_stopped", "write_plans"]
 
 _NAME = "restart-plan.json"
 FOLDER_VARIABLE = "TORCHSCOUT_PLAN"
@@ -29,6 +30,8 @@ _MAX_BYTES = 1 << 20
 _MAX_RESTARTS = 64
 """Restarts that are kept, the newest ones."""
 _MAX_TEXT = 1024
+_LEAST_TRUST = (Failure.STRAGGLER, Failure.OTHER, Failure.HANG, Failure.MACHINES_GONE, Failure.SDC)
+"""From the failure after which most checkpoints can be trusted to that with the fewest."""
 _RESTARTS = (Action.RESTART, Action.REPLACE, Action.STOP)
 
 
@@ -50,8 +53,10 @@ class RestartPlan:
     def after(self, decision: Decision) -> RestartPlan:
         """The plan for a decision that restarts the job."""
         replaced = decision.hosts if decision.action is Action.REPLACE else ()
+        # A plan that was not used yet still holds: the failure that trusts less decides.
+        failures = (decision.failure, self.failure) if self.sentence else (decision.failure,)
         return RestartPlan(
-            failure=decision.failure,
+            failure=max(failures, key=_LEAST_TRUST.index),
             excluded=tuple(dict.fromkeys((*self.excluded, *replaced))),
             sentence=decision.sentence[:_MAX_TEXT],
             restarts=(*self.restarts, decision)[-_MAX_RESTARTS:],
@@ -65,6 +70,20 @@ class RestartPlan:
             if decision.action is Action.REPLACE:
                 why |= {host: decision.sentence for host in decision.hosts if host in why}
         return why
+
+    def including(self, other: RestartPlan) -> RestartPlan:
+        """This plan with the restarts and excluded machines of another one that it does not know.
+
+        Of one decision, a trainer may know more than an observer: its devices.
+        """
+        known = {_essence(each) for each in self.restarts}
+        unknown = tuple(each for each in other.restarts if _essence(each) not in known)
+        return replace(
+            self,
+            excluded=tuple(dict.fromkeys((*other.excluded, *self.excluded))),
+            restarts=(*unknown, *self.restarts)[-_MAX_RESTARTS:],
+            is_stopped=self.is_stopped or other.is_stopped,
+        )
 
     def used(self) -> RestartPlan:
         """The plan after its checkpoint has been loaded, when its failure no longer applies."""
@@ -88,7 +107,7 @@ class RestartPlan:
         return {
             "schema": SCHEMA,
             "failure": self.failure.value,
-            "excluded": self.excluded,
+            "excluded": [*self.excluded],
             "sentence": self.sentence,
             "restarts": [each.to_json() for each in self.restarts],
             "is_stopped": self.is_stopped,
@@ -129,6 +148,36 @@ class RestartPlan:
             return cls.from_json(json.loads(content, parse_constant=_refused))
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise RestartPlanError(path, f"{type(error).__name__}: {error}") from error
+
+
+def write_plans(plan: RestartPlan, folders: Iterable[Path]) -> list[str]:
+    """Write a plan to some folders of this machine; return what went wrong, in words.
+
+    Every rank writes the same plan. What the last run decided after this one had begun is kept.
+    """
+    problems = []
+    for folder in folders:
+        try:
+            found = RestartPlan.read(folder)
+        except RestartPlanError:  # it is ignored everywhere else, too
+            found = plan
+        try:
+            plan.including(found).write(folder)
+        except OSError as error:
+            problems.append(f"the restart plan could not be written: {error}")
+    return problems
+
+
+def is_stopped(folder: Path) -> bool:
+    """Whether the plan in this folder stops the job."""
+    try:
+        return RestartPlan.read(folder).is_stopped
+    except RestartPlanError:
+        return False
+
+
+def _essence(decision: Decision) -> tuple[Any, ...]:
+    return decision.step, decision.action, decision.ranks, decision.sentence
 
 
 def _restart(document: Any) -> Decision:

@@ -22,15 +22,18 @@ __all__ = ["start_command"]
 _started: list[subprocess.Popen[bytes]] = []
 
 
-def start_command(command: Sequence[str], seconds: float, decision: Decision) -> None:
-    """Start the command and return at once. What goes wrong with it is logged, and changes nothing else."""
+def start_command(
+    command: Sequence[str], seconds: float, decision: Decision, folder: Path | str | None = None
+) -> None:
+    """Start the command in a folder, by default the current one, and return at once. What goes wrong with it
+    is logged, and changes nothing else."""
     _started[:] = [each for each in _started if each.poll() is None]
     try:
         # A file, because writing to a pipe would wait for a command that does not read.
         with tempfile.TemporaryFile() as document:
             document.write(json.dumps(decision.to_json()).encode() + b"\n")
             document.seek(0)
-            arguments = (str(seconds), str(Path.cwd()), *command)
+            arguments = (str(seconds), str(folder or Path.cwd()), *command)
             between = subprocess.Popen(
                 child_process.command(__name__, *arguments),
                 stdin=document,

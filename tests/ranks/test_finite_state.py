@@ -1,0 +1,75 @@
+"""State with NaN that all replicas agree on is not certified; what may be infinite by design is."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.support.ranks import run_ranks
+from torchscout import CheckpointConfig, ReplayConfig, enable_resiliency
+
+STEPS, BAD_STEP = 6, 4
+
+
+class Masked(nn.Module):
+    """A layer with infinity in a buffer and in a frozen parameter, by design."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+        self.register_buffer("mask", torch.full((8,), -math.inf))
+        self.frozen = nn.Parameter(torch.full((8,), math.inf), requires_grad=False)
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        return self.inner(values) + torch.exp(self.mask) + torch.exp(-self.frozen)
+
+
+def train(rank: int, folder: Path, kind: str) -> tuple[dict[str, Any], list[Any]]:
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Sequential(*(Masked() for _ in range(2))))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    with enable_resiliency(
+        model,
+        optimizer,
+        replay=ReplayConfig(interval=1),
+        observer=None,
+        checkpoint=CheckpointConfig(folder / "checkpoints"),
+        run_dir=folder / "run",
+    ) as session:
+        session.resume()
+        for step in range(1, STEPS + 1):
+            loss = model(torch.randn(4, 8)).square().mean()
+            loss = loss * math.nan if (kind, step) == ("nan", BAD_STEP) else loss
+            optimizer.zero_grad()
+            loss.backward()
+            if kind == "inf" and step == BAD_STEP:  # in a slot of the optimizer alone
+                slots = optimizer.state[model.module[0].inner.weight]
+                slots["exp_avg_sq"].view(-1)[0] = math.inf
+            optimizer.step()
+        status = session.status()
+        dist.barrier()
+        return status, session.incidents
+
+
+@pytest.mark.parametrize("kind", ["nan", "inf"])
+def test_state_that_is_not_finite_on_all_replicas_is_not_certified(tmp_path: Path, kind: str):
+    for status, incidents in run_ranks(train, 2, tmp_path, kind):
+        assert status["replay"]["certified"] == BAD_STEP - 1
+        assert status["checkpoint"]["verified"] == BAD_STEP - 1
+        assert "NaN or infinity in" in status["replay"]["held_up"]["state/finite"]
+        assert status["failures"] == []
+        assert incidents == [], "no rank is at fault"
+
+
+def test_a_clean_job_with_infinity_in_buffers_and_frozen_parameters_is_certified(tmp_path: Path):
+    for status, incidents in run_ranks(train, 2, tmp_path, "clean"):
+        assert status["replay"]["certified"] == STEPS
+        assert status["replay"]["held_up"] == {}
+        assert (status["failures"], incidents) == ([], [])

@@ -1,0 +1,83 @@
+"""Decides about a hang in place of a trainer that cannot: it has ended, or is stopped (paper, section 8).
+
+[Note: the launcher is first] When a machine is lost, the connections of its peers break. Their trainers fail
+at once, and the launcher restarts them before there is a verdict. Observers outlive their trainers until the
+verdict is known, so they write the restart plan: agents read it while they wait for the next round, and new
+workers when they attach.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torchscout.decision.decision_command import start_command
+from torchscout.decision.policy import decide, is_allowed
+from torchscout.decision.record import Decision, Incident, Manifestation
+from torchscout.decision.recorder import IncidentLog, record_one
+from torchscout.decision.restart_plan import is_stopped, write_plans
+
+if TYPE_CHECKING:
+    from torchscout.decision.record import Recordable
+    from torchscout.observer.spec import ObserverSpec
+
+__all__ = ["LateDecision"]
+
+
+class LateDecision:
+    """The decision about the last hang that this observer knows of."""
+
+    def __init__(self, spec: ObserverSpec) -> None:
+        self.is_author = False
+        """Whether the hub of this process has recorded an incident."""
+        self._spec = spec
+        self._decision: Decision | None = None
+        self._logged_by = 0
+        self._is_planned = self._is_recorded = True
+
+    def must_end(self, item: Recordable) -> bool:
+        """Take an item of news, and return whether the trainer has to end because of it."""
+        config = self._spec.recovery
+        if config is None or not isinstance(item, Incident) or item.manifestation is not Manifestation.HANG:
+            return False
+        restarts = self._spec.plan.restarts
+        decision = decide(item, restarts, config, has_verified=True)  # which matters for SDC only
+        is_carried_out = bool(self._spec.plan_folders) and is_allowed(decision, config)
+        self._decision, self._logged_by = replace(decision, is_carried_out=is_carried_out), item.logged_by
+        self._is_planned, self._is_recorded = not is_carried_out, False
+        return is_carried_out
+
+    def trainer_ended(self) -> None:
+        """Do what the trainer would have done, unless it has. Call it once the trainer has ended."""
+        if self._decision is not None and not self._is_planned:
+            self._is_planned = True
+            if any(map(is_stopped, map(Path, self._spec.plan_folders))):
+                self._decision = None  # trainers that refuse to go on have ended, too
+                return
+            plan = self._spec.plan.after(self._decision)
+            for problem in write_plans(plan, map(Path, self._spec.plan_folders)):
+                print(problem, file=sys.stderr)
+        if self._spec.rank == self._logged_by:
+            self._record()
+
+    def close(self) -> None:
+        """Record the decision if nobody has: the rank whose task it is may be gone with its observer."""
+        if self.is_author:
+            self._record()
+
+    def _record(self) -> None:
+        decision, config = self._decision, self._spec.recovery
+        if self._is_recorded or decision is None or config is None:
+            return
+        self._is_recorded = True
+        try:
+            known = IncidentLog.read(self._spec.run_dir).decisions
+            if any((each.step, each.sentence) == (decision.step, decision.sentence) for each in known):
+                return
+            record_one(self._spec.run_dir, self._spec.rank, decision)
+        except OSError as error:
+            print(f"the decision could not be recorded: {error}", file=sys.stderr)
+        if config.on_decision:
+            start_command(config.on_decision, config.on_decision_seconds, decision, self._spec.directory)

@@ -1,0 +1,328 @@
+"""An observer's report of its trainer in a round, and the binary post that carries it (paper, section 7).
+
+    header      the trainer's state and coordinate, and the lengths of what follows
+    rows        one for each line: what the rank has issued on it, and what its device has reached
+    operations  the last ones, those of the first row before those of the second
+    runs        the members of lines as (first, stride, count): groups are regular, however large they are
+    phrases     fingerprints of operations; each is stored once
+    strings     keys and names of lines, texts of phrases
+    rest        JSON: what few posts have
+
+A hub of a large job receives a hundred thousand of them at once. So a post is checked as it arrives, in a few
+microseconds, and read only as far as needed: ``round_columns`` reads the same parts of all posts together.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
+from hashlib import blake2b
+from typing import Any, NamedTuple
+
+from torchscout.decision.progress import CommGroup, IssuedOp, Phase, Process, Progress, RankStatus
+from torchscout.observer.rank_report import RankReport
+from torchscout.observer.record.layout import LINES, PLACES
+from torchscout.utils.network import read_json
+
+__all__ = [
+    "BUSY",
+    "FLAGS",
+    "HEADER",
+    "KINDS",
+    "MAYBE",
+    "MISTAKES",
+    "OPERATION",
+    "PAIR",
+    "PHASE",
+    "PHASES",
+    "PHRASE",
+    "PLAIN",
+    "PROCESS",
+    "PROCESSES",
+    "ROW",
+    "RUN",
+    "SPLITS",
+    "WAITING",
+    "Header",
+    "Post",
+    "Row",
+    "hash_of",
+]
+
+
+class Header(NamedTuple):
+    kind: int
+    """Index in ``KINDS``, counted from 1; no JSON text begins with such a byte."""
+    round: int
+    rank: int
+    flags: int
+    """See ``FLAGS``."""
+    gone_seconds: float
+    """Not a number if the trainer is not gone."""
+    step: int
+    operation: int
+    silent_seconds: float
+    device_step: int
+    """-1 if unknown."""
+    captured: int
+    rows: int
+    operations: int
+    runs: int
+    phrases: int
+    strings: int
+    rest: int
+    """Bytes of strings and of the rest; of the others their number."""
+
+
+class Row(NamedTuple):
+    key_hash: int
+    """All members of a line have the same."""
+    issued: int
+    entered: int
+    """-1 if the host enters operations itself, or if unknown."""
+    operations: int
+    runs: int
+    """0 for a line of unknown members."""
+    key: int
+    name: int
+    """Lengths in bytes."""
+    flags: int
+    """``PAIR``, and ``SPLITS`` if operations of this row have splits."""
+
+
+KINDS = ("report", "leave")
+HEADER = struct.Struct("<BQIIdqqdqqHHIHII")
+ROW = struct.Struct("<QqqHIHHB")
+OPERATION = struct.Struct("<QHHB")
+"""Digest, how many operations of the line follow it, its place among all operations, its phrase."""
+RUN = struct.Struct("<iii")
+PHRASE = struct.Struct("<QH")
+"""Fingerprint, length of the text."""
+
+FLAGS = {
+    name: 1 << bit
+    for bit, name in enumerate(
+        ("moving", "excused", "was_killed", "is_pressed", "has_timed_out", "has_progress", "at_communication")
+    )
+}
+PAIR, SPLITS = 1, 2
+WAITING, BUSY, PROCESS, PHASE = 8, 10, 12, 16
+"""Bits at which small numbers begin: 0, 1, 2 for None, False, True; indices of process and phase."""
+PLAIN = ("moving", "excused", "was_killed", "is_pressed", "has_timed_out")
+PROCESSES, PHASES, MAYBE = tuple(Process), tuple(Phase), (None, False, True)
+
+MISTAKES = (
+    *(ArithmeticError, AssertionError, AttributeError, LookupError, RecursionError, TypeError, ValueError),
+)
+"""What handling a message may raise, by a mistake of ours or of the peer: it is counted and dropped."""
+
+
+@lru_cache(1 << 12)
+def hash_of(key: str) -> int:
+    """Return what stands for the key of a line where many are compared."""
+    return int.from_bytes(blake2b(key.encode(), digest_size=8).digest(), "little")
+
+
+class Post:
+    """A report as bytes. What it says of its own layout is checked, so that reading it does not fail."""
+
+    __slots__ = ("data", "header")
+
+    def __init__(self, data: bytes, size: int) -> None:
+        """Raises one of ``MISTAKES`` if this is not a post from a job with ``size`` ranks."""
+        if len(data) < HEADER.size:
+            raise ValueError(f"a post has {HEADER.size} bytes or more, got {len(data)}")
+        self.data, self.header = data, Header._make(HEADER.unpack_from(data))
+        _check(self, size)
+
+    @property
+    def kind(self) -> str:
+        return KINDS[self.header.kind - 1]
+
+    @property
+    def gone_seconds(self) -> float | None:
+        seconds = self.header.gone_seconds
+        return None if math.isnan(seconds) else seconds
+
+    @property
+    def process(self) -> Process:
+        return PROCESSES[self.header.flags >> PROCESS & 3]
+
+    @property
+    def is_still(self) -> bool:
+        """Whether the trainer's stacks are of interest."""
+        return not self.header.flags & FLAGS["moving"] and self.process is Process.RUNNING
+
+    @property
+    def starts(self) -> tuple[int, ...]:
+        """Where rows, operations, runs, phrases, strings and the rest begin."""
+        header, starts = self.header, [HEADER.size]
+        for count, each in zip(header[10:14], (ROW, OPERATION, RUN, PHRASE), strict=True):
+            starts.append(starts[-1] + count * each.size)
+        return (*starts, starts[-1] + header.strings)
+
+    @property
+    def rest(self) -> Mapping[str, Any]:
+        """What few posts have."""
+        found: Mapping[str, Any] = read_json(self.data[self.starts[-1] :]) if self.header.rest else {}
+        return found
+
+    def rows(self) -> Iterator[Row]:
+        at, end, *_ = self.starts
+        return map(Row._make, ROW.iter_unpack(self.data[at:end]))
+
+    def line(self, number: int) -> tuple[str, str, int]:
+        """Return key, name and flags of one row."""
+        rows, at = list(self.rows()), self.starts[4]
+        at += sum(row.key + row.name for row in rows[:number])
+        key, name = _strings(self.data, at, (rows[number].key, rows[number].name))
+        return key, name, rows[number].flags
+
+    def report(self) -> RankReport:
+        """Read everything."""
+        flags, rest = self.header.flags, self.rest
+        stalled = rest.get("stalled")
+        return RankReport(
+            status=self.status(),
+            lines=tuple(line for line in self._lines() if line.members),
+            gone_seconds=self.gone_seconds,
+            stalled=None if stalled is None else Progress.from_json(stalled),
+            operations=rest.get("operations"),
+            phase_seconds={Phase(name): each for name, each in rest.get("phase_seconds", {}).items()},
+            **{name: bool(flags & FLAGS[name]) for name in PLAIN},
+        )
+
+    def status(self) -> RankStatus:
+        """Read everything but the lines, which may have as many members as the job has ranks."""
+        flags = self.header.flags
+        progress = self._progress() if flags & FLAGS["has_progress"] else None
+        return RankStatus(self.header.rank, self.process, progress, MAYBE[flags >> WAITING & 3])
+
+    def _lines(self) -> Iterator[CommGroup]:
+        _, _, runs_at, phrases_at, strings_at, _ = self.starts
+        rows = list(self.rows())
+        runs = RUN.iter_unpack(self.data[runs_at:phrases_at])
+        strings = _strings(self.data, strings_at, [length for row in rows for length in (row.key, row.name)])
+        for row in rows:
+            members = tuple(
+                first + stride * place
+                for first, stride, count in (next(runs) for _ in range(row.runs))
+                for place in range(count)
+            )
+            yield CommGroup(next(strings), members, next(strings), bool(row.flags & PAIR))
+
+    def _progress(self) -> Progress:
+        header, flags, data = self.header, self.header.flags, self.data
+        _, operations_at, runs_at, phrases_at, strings_at, _ = self.starts
+        rows, phrases = list(self.rows()), list(PHRASE.iter_unpack(data[phrases_at:strings_at]))
+        lengths = [length for row in rows for length in (row.key, row.name)]
+        strings = list(_strings(data, strings_at, [*lengths, *(length for _, length in phrases)]))
+        keys, texts, splits = (
+            strings[: len(lengths) : 2],
+            strings[len(lengths) :],
+            self.rest.get("splits", {}),
+        )
+        recent: list[tuple[int, IssuedOp]] = []
+        packed = OPERATION.iter_unpack(data[operations_at:runs_at])
+        for row, key in zip(rows, keys, strict=True):
+            for _ in range(row.operations):
+                digest, age, order, phrase = next(packed)
+                sends, receives = splits.get(str(order), (None, None))
+                issued = IssuedOp(
+                    line=key,
+                    number=row.issued - age,
+                    fingerprint=phrases[phrase][0],
+                    digest=digest,
+                    text=texts[phrase],
+                    sends=None if sends is None else tuple(sends),
+                    receives=None if receives is None else tuple(receives),
+                )
+                recent.append((order, issued))
+        return Progress(
+            rank=header.rank,
+            step=header.step,
+            operation=header.operation,
+            phase=PHASES[flags >> PHASE & 15],
+            issued={key: row.issued for key, row in zip(keys, rows, strict=True)},
+            recent=tuple(issued for _, issued in sorted(recent, key=lambda each: each[0])),
+            at_communication=bool(flags & FLAGS["at_communication"]),
+            silent_seconds=header.silent_seconds,
+            device_step=None if header.device_step < 0 else header.device_step,
+            entered={key: row.entered for key, row in zip(keys, rows, strict=True) if row.entered >= 0},
+            device_busy=MAYBE[flags >> BUSY & 3],
+            captured=header.captured,
+        )
+
+
+def _check(post: Post, size: int) -> None:
+    """Raise one of ``MISTAKES`` unless the post can be read."""
+    header, data, flags = post.header, post.data, post.header.flags
+    rows_at, operations_at, runs_at, phrases_at, strings_at, rest_at = post.starts
+    small = flags >> WAITING & 3, flags >> BUSY & 3, flags >> PROCESS & 3
+    if (
+        not 1 <= header.kind <= len(KINDS)
+        or rest_at + header.rest != len(data)
+        or header.rank >= size
+        or max(small) > 2
+        or flags >> PHASE & 15 >= len(PHASES)
+        or header.rows > LINES
+        or header.operations > PLACES
+        or math.isinf(header.gone_seconds)
+        or not math.isfinite(header.silent_seconds)
+    ):
+        raise ValueError(f"not a post: {header}")
+    operations = runs = strings = counted = 0
+    hashes = set()
+    for key_hash, issued, _, of_row, its_runs, key, name, _ in ROW.iter_unpack(data[rows_at:operations_at]):
+        operations, runs, strings = operations + of_row, runs + its_runs, strings + key + name
+        hashes.add(key_hash)
+        counted |= issued
+    strings += sum(length for _, length in PHRASE.iter_unpack(data[phrases_at:strings_at]))
+    found = operations, runs, strings, len(hashes)
+    if found != (header.operations, header.runs, header.strings, header.rows):
+        raise ValueError(f"rows and phrases do not fit the post: {header}")
+    if not flags & FLAGS["has_progress"] and (operations or counted):
+        raise ValueError("a rank without progress has issued operations")
+    if (
+        operations
+        and max(data[operations_at + OPERATION.size - 1 : runs_at : OPERATION.size]) >= header.phrases
+    ):
+        raise ValueError("an operation has no phrase")
+    _check_members(post, size)
+    if header.rest:
+        _check_rest(post.rest, header.rank)
+
+
+def _check_members(post: Post, size: int) -> None:
+    _, _, at, end, *_ = post.starts
+    members = 0
+    for first, stride, count in RUN.iter_unpack(post.data[at:end]):
+        members += count
+        last = first + stride * (count - 1)
+        if not (0 < count <= size and 0 <= first < size and 0 <= last < size):
+            raise ValueError(f"members must be ranks below {size}, got {first} to {last}")
+    if members > size * post.header.rows:
+        raise ValueError(f"a line has more members than there are ranks ({size})")
+
+
+def _check_rest(rest: Mapping[str, Any], rank: int) -> None:
+    if not rest.keys() <= {"stalled", "operations", "phase_seconds", "splits"}:
+        raise ValueError(f"unknown keys: {rest.keys()!r:.80}")
+    if "stalled" in rest and Progress.from_json(rest["stalled"]).rank != rank:
+        raise ValueError(f"rank {rank} reports for another one")
+    if not isinstance(rest.get("operations", {}), dict):
+        raise ValueError("operations of a Flight Recorder are an object")
+    for name, seconds in rest.get("phase_seconds", {}).items():
+        if Phase(name) and type(seconds) not in (int, float):
+            raise ValueError(f"{name} takes {seconds!r:.40}")
+    for sends, receives in rest.get("splits", {}).values():
+        if not all(type(each) is int and abs(each) < 1 << 63 for each in (*(sends or ()), *(receives or ()))):
+            raise ValueError("splits must be integers")
+
+
+def _strings(data: bytes, at: int, lengths: Sequence[int]) -> Iterator[str]:
+    for length in lengths:
+        yield data[at : at + length].decode(errors="replace")
+        at += length

@@ -1,0 +1,67 @@
+"""Finds NaN and infinity in trained state: peers may agree on numbers that are useless (paper, section 8).
+
+A job that diverges writes NaN into the weights of all replicas alike, so that every comparison agrees. Such
+state must not be certified: a restart would go back to it. Only parameters that are trained and the state of
+their optimizers count. Buffers and frozen parameters may hold infinity by design, as attention masks do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from torchscout.replay.capture.broadcast import local_part
+from torchscout.replay.recipe import Recipe
+from torchscout.replay.recipes.owned_state import OwnedStateRecipe
+from torchscout.replay.recipes.replicated_state import ReplicatedStateRecipe
+from torchscout.utils.text import listed
+
+__all__ = ["FINITE", "FiniteState"]
+
+FINITE = "state/finite"
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_MOST_NAMED = 3
+
+
+class FiniteState:
+    """Whether the state of this rank is finite at one moment.
+
+    The devices compute it in the order of their streams; ``problem`` waits for them.
+    """
+
+    def __init__(self, recipes: Iterable[Recipe]) -> None:
+        """Look at the state that these recipes compare or watch."""
+        states = [
+            each.state() for each in recipes if isinstance(each, ReplicatedStateRecipe | OwnedStateRecipe)
+        ]
+        tensors = {name: each for state in states for name, each in state.items()}
+        self._parts = {name: part for name, each in tensors.items() if (part := _readable(each)) is not None}
+        self._norms: list[torch.Tensor] = []
+        by_device: dict[torch.device, list[torch.Tensor]] = {}
+        for part in self._parts.values():
+            by_device.setdefault(part.device, []).append(part)
+        with torch.no_grad():
+            for parts in by_device.values():
+                # The largest magnitude: NaN if there is any, and no sum that could overflow.
+                self._norms.append(torch.nn.utils.get_total_norm(parts, torch.inf))
+
+    def problem(self) -> str | None:
+        """Say which tensors are not finite; None if all are."""
+        if all(bool(torch.isfinite(each)) for each in self._norms):
+            return None
+        wrong = [name for name, part in self._parts.items() if not bool(torch.isfinite(part).all())]
+        more = f" and {len(wrong) - _MOST_NAMED} more" if len(wrong) > _MOST_NAMED else ""
+        return f"NaN or infinity in {listed(wrong[:_MOST_NAMED])}{more}: such state is not certified"
+
+
+def _readable(tensor: torch.Tensor) -> torch.Tensor | None:
+    """This rank's numbers of a tensor; None if it has none that count."""
+    if isinstance(tensor, torch.nn.Parameter) and not tensor.requires_grad:
+        return None
+    part = local_part(tensor).detach()
+    if type(part) not in (torch.Tensor, torch.nn.Parameter) or part.dtype not in _DTYPES:
+        return None
+    if part.is_meta or part.layout is not torch.strided or not part.numel():
+        return None
+    return part if part.untyped_storage().nbytes() else None  # FSDP and ZeRO free what they do not need
