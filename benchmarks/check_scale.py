@@ -36,6 +36,7 @@ STEPS = 8
 LOCAL = 8
 SURFACES = 40
 """Signatures of one check: outputs, gradients, updates and digests of all state."""
+VOTES = np.zeros(12, "<i8").tobytes()
 TIMES = ("time/module", "time/module_backward", "time/embedding", "time/output", "time/optimizer")
 
 
@@ -155,23 +156,25 @@ def simulated(size: int, mesh: Mesh, laps: Sequence[Lap], rounds: int = 5) -> di
         count = end - first
         same = Runs(np.array([count], "<u4"), np.array([len(layout)], "<u4"), layout)
         apart = Runs(np.ones(count, "<u4"), np.full(count, len(column), "<u4"), table[first:end].tobytes())
-        return packed(same, apart)
+        return packed(same, apart, Runs(same.counts, np.array([len(VOTES)], "<u4"), VOTES))
 
     stragglers = Stragglers(mesh, 0, StragglerConfig(), BaselineConfig())
     times = simulated_tree(size, others)
 
     def judge(received: list[Runs]) -> bytes:
-        timings = Timings(1, mesh, tables(*received))
+        layouts, columns, votes = received
+        highest = np.frombuffer(votes.payloads, "<i8").reshape(len(votes.lengths), -1).max(axis=0)
+        timings = Timings(1, mesh, tables(layouts, columns))
         doubted = stragglers.layers_to_time_again(timings)
         found = stragglers.observe(timings)
         assert not found.incidents, found.incidents[0].sentence
-        return json.dumps([*doubted]).encode()
+        return json.dumps([[*doubted], highest.tolist(), False]).encode()
 
     spent: dict[str, list[float]] = {"evidence": [], "times": []}
     for _ in range(rounds):
         columns()
         spent["evidence"].append(_timed(compare))
-        spent["times"].append(_timed(lambda: times.consult([layout, table[0].tobytes()], judge)))
+        spent["times"].append(_timed(lambda: times.consult([layout, table[0].tobytes(), VOTES], judge)))
     found = {name: 1e3 * float(np.median(each)) for name, each in spent.items()}
     return {
         "ranks": size,

@@ -94,7 +94,7 @@ class Communicators:
     def exchange(self, document: Any) -> list[Any]:
         """Return every rank's document, by rank. Documents are JSON: a rank sends data, never code.
 
-        Ranks with equal documents share one object.
+        Ranks with equal documents share one object, so callers must not change what they receive.
         """
         return decoded(self.gather(json.dumps(document).encode()))
 

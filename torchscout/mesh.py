@@ -122,6 +122,8 @@ class Mesh:
         self._tables = {LayerKind.DENSE: dense, LayerKind.EXPERT: expert}
         self._hosts = None if hosts is None else tuple(_by_rank(hosts))
         self._partitions: dict[tuple[str, LayerKind], _Partition] = {}
+        self._degrees: dict[tuple[str, LayerKind], int] = {}
+        self._peers: dict[tuple[LayerKind, int], PeerGroup] = {}
 
     @classmethod
     def grid(
@@ -168,12 +170,20 @@ class Mesh:
         return rows
 
     def degree(self, axis: Axis | str, role: LayerKind | str | None = None) -> int:
-        return len(np.unique(self._table(role)[:, AXES.index(_axis(axis))]))
+        key = (_axis(axis), LayerKind.EXPERT if role is None else LayerKind(role))
+        if key not in self._degrees:
+            self._degrees[key] = len(np.unique(self._tables[key[1]][:, AXES.index(key[0])]))
+        return self._degrees[key]
 
     def peers_of(self, rank: int, role: LayerKind | str | None = None) -> PeerGroup:
         """The replicas of ``rank``, or the ranks that shard one copy if the job has no replicas."""
         axis = self.peer_axis(role)
-        return PeerGroup(self.ranks_along(axis, rank, role), axis)
+        partition = self._partition(axis.value, role)
+        group = int(partition.group_of[self._known(rank)])
+        key = (LayerKind.EXPERT if role is None else LayerKind(role), group)
+        if key not in self._peers:
+            self._peers[key] = PeerGroup(partition.members(group), axis)
+        return self._peers[key]
 
     def layer_peers_of(self, rank: int, role: LayerKind | str | None = None) -> PeerGroup:
         """The ranks that compute the same layer once its parameters are gathered.

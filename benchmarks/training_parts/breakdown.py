@@ -20,7 +20,7 @@ from torchscout.decision import c3, signature
 from torchscout.decision.channel import ProcessGroupChannel
 from torchscout.decision.recorder import JsonlRecorder
 from torchscout.decision.summary import SummaryRecorder
-from torchscout.replay import replayer
+from torchscout.replay import active, replayer
 from torchscout.replay.capture import broadcast
 from torchscout.replay.capture.context import RngState
 from torchscout.replay.capture.hooks import CallCapture
@@ -28,6 +28,7 @@ from torchscout.replay.recipe import Observation
 from torchscout.replay.recipes import optimizer, process_groups, replicated_state
 from torchscout.replay.recipes.layer import LayerReplay
 from torchscout.session.replay_driver import ReplayDriver
+from torchscout.session.time_comparison import TimeComparison
 from training_parts.job import Job
 from training_parts.ledger import Ledger, Patches
 
@@ -116,7 +117,7 @@ def _patched(patches: Patches, ledger: Ledger) -> Iterator[None]:
     patches.around(ProcessGroupChannel, "broadcast", lambda *_, **__: exchange("gather descriptions"))
     patches.around(Communicators, "highest", lambda *_, **__: exchange("vote"))
     patches.around(Communicators, "first_problems", lambda *_, **__: exchange("vote"))
-    patches.around(Communicators, "exchange", lambda *_, **__: exchange("exchange times"))
+    patches.around(TimeComparison, "exchange", lambda *_, **__: exchange("exchange times and votes"))
     try:
         yield
     finally:
@@ -129,7 +130,7 @@ def _broadcast(tensor: torch.Tensor) -> str:
 
 def _kind_of(arguments: Any) -> str | None:
     for each in arguments:
-        if isinstance(each, replayer.ActiveReplay):
+        if isinstance(each, active.ActiveReplay):
             return each.due.kind
     return None
 

@@ -46,6 +46,7 @@ CLIENTS: dict[str, Client] = {
     "nanogpt-compiled": Client(
         language.compiled, patience=3, not_slowed="not tried: compiled code cannot hold the hook"
     ),
+    "nanogpt-float8": Client(language.float8),
     "nanogpt-accumulation": Client(language.accumulation),
     "activation-offload": Client(language.activation_offload),
     "checkpointing": Client(language.checkpointing),
@@ -68,6 +69,8 @@ CLIENTS: dict[str, Client] = {
     "gan-generator-only": Client(vision.gan_generator_only),
     "distillation": Client(vision.distillation),
     "fsdp2": Client(sharded.fsdp2, flip="reported"),
+    "fsdp2-compiled": Client(sharded.fsdp2_compiled, flip="reported", patience=3),
+    "fsdp2-compiled-blocks": Client(sharded.fsdp2_compiled_blocks, flip="reported", patience=3),
     "hsdp": Client(sharded.hsdp, ranks=6),
     "tensor-parallel": Client(sharded.tensor_parallel, ranks=2, flip="reported"),
     "huggingface": Client(frameworks.huggingface_loop, needs=("transformers",)),
@@ -89,9 +92,19 @@ CLIENTS: dict[str, Client] = {
     "deepspeed-zero3": Client(
         partial(frameworks.deepspeed_zero, stage=3), flip="reported", patience=2, needs=("deepspeed",)
     ),
+    "deepspeed-zero2-offload": Client(
+        partial(frameworks.deepspeed_zero, stage=2, offloads=True), patience=2, needs=("deepspeed",)
+    ),
     "megatron": Client(partial(frameworks.megatron, sharded=False), patience=2, needs=("megatron",)),
     "megatron-distributed-optimizer": Client(
         partial(frameworks.megatron, sharded=True), patience=2, needs=("megatron",)
+    ),
+    "megatron-two-instances": Client(
+        partial(frameworks.megatron, sharded=True, instances=2),
+        ranks=4,
+        flip="reported",
+        patience=2,
+        needs=("megatron",),
     ),
 }
 

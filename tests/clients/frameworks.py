@@ -201,11 +201,12 @@ def _lightning_environment(job: Job) -> Any:
     return TorchElasticEnvironment()
 
 
-def deepspeed_zero(job: Job, stage: int) -> None:
+def deepspeed_zero(job: Job, stage: int, *, offloads: bool = False) -> None:
     from tests.support.checkpoint_jobs import Loader
     from tests.support.deepspeed_jobs import Boundary, Plan, bits_of, work_of
+    from tests.support.deepspeed_layouts import offloaded
 
-    work = work_of(Plan(stage=stage), job.rank)
+    work = work_of(offloaded(stage) if offloads else Plan(stage=stage), job.rank)
     engine, loader = work.engine, Loader(work.replica)
     job.attach(
         engine,
@@ -225,11 +226,11 @@ def _held(model: torch.nn.Module) -> torch.Tensor:
     return next(each for each in each_one if each.numel() > 16)
 
 
-def megatron(job: Job, *, sharded: bool) -> None:
+def megatron(job: Job, *, sharded: bool, instances: int = 1) -> None:
     from tests.support.megatron_jobs import state_of
     from tests.support.megatron_models import Trial, build, called, inner, one_step
 
-    built = build(Trial(sharded=sharded))
+    built = build(Trial(sharded=sharded, instances=instances))
     torch.manual_seed(7)
     job.attach(
         built.chunks[0],

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.clients.job import Job
 from tests.clients.models import GPT, LENGTH, next_token_loss, text
+from tests.support.fp8_layers import Float8Linear
 
 __all__ = [
     "accumulation",
@@ -58,6 +59,15 @@ def compiled(job: Job) -> None:
             torch.compile(GPT(), backend="aot_eager" if job.device == "cpu" else "inductor")
         ),
     )
+
+
+def float8(job: Job) -> None:
+    """Products in float8 with delayed scaling, whose state is in buffers."""
+    model = GPT()
+    for block in model.blocks:
+        block.up = Float8Linear(block.up.in_features, block.up.out_features, is_held=False)
+        block.down = Float8Linear(block.down.in_features, block.down.out_features, is_held=False)
+    _nanogpt(job, DistributedDataParallel(model))
 
 
 def accumulation(job: Job) -> None:

@@ -12,7 +12,7 @@ from tests.clients.job import Job
 from tests.clients.models import GPT, next_token_loss, text
 from torchscout.config import Parallelism
 
-__all__ = ["fsdp2", "hsdp", "tensor_parallel"]
+__all__ = ["fsdp2", "fsdp2_compiled", "fsdp2_compiled_blocks", "hsdp", "tensor_parallel"]
 
 
 def fsdp2(job: Job) -> None:
@@ -20,17 +20,32 @@ def fsdp2(job: Job) -> None:
     _sharded(job, (job.world,), ("dp_shard",))
 
 
+def fsdp2_compiled(job: Job) -> None:
+    """Compiled as a whole, after sharding."""
+    _sharded(job, (job.world,), ("dp_shard",), compiles="model")
+
+
+def fsdp2_compiled_blocks(job: Job) -> None:
+    """Each block compiled in place and then sharded, as TorchTitan does it."""
+    _sharded(job, (job.world,), ("dp_shard",), compiles="blocks")
+
+
 def hsdp(job: Job) -> None:
     """Three replicas of two shards."""
     _sharded(job, (job.world // 2, 2), ("dp_replicate", "dp_shard"))
 
 
-def _sharded(job: Job, shape: tuple[int, ...], names: tuple[str, ...]) -> None:
+def _sharded(job: Job, shape: tuple[int, ...], names: tuple[str, ...], compiles: str = "") -> None:
     mesh = init_device_mesh(job.device, shape, mesh_dim_names=names)
-    model = GPT()
+    model: nn.Module = GPT()
+    backend = "aot_eager" if job.device == "cpu" else "inductor"
     for block in model.blocks:
+        if compiles == "blocks":
+            block.compile(backend=backend)
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
+    if compiles == "model":
+        model = torch.compile(model, backend=backend)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     job.attach(model, optimizer)
     _train(job, model, optimizer, job.rank)

@@ -14,10 +14,8 @@ from torchscout.config import ReplayConfig
 
 STEPS = 4
 ONE_CHECK = {
-    "all_gather": 3,  # descriptions, evidence, times
-    # Which ranks are ready, which have the inputs (and news of training's groups), which differ, and what the
-    # check is worth.
-    "all_reduce": 4,
+    "all_gather": 3,  # descriptions, evidence, times and votes
+    "all_reduce": 1,  # which ranks are ready, and have news of training's groups
     "broadcast": 1,  # what the source has captured
 }
 

@@ -26,8 +26,8 @@ from torchscout.utils.reentrancy import in_own_work
 RANKS, STEPS = 5, 9
 CONFIG = ReplayConfig(interval=1, timeout_seconds=60.0)
 WRONG, FAULTY_STEP = 3, 3
-EXCHANGES = 8
-"""Of one check: descriptions, readiness, inputs, barrier, evidence, differences, times, outcome."""
+EXCHANGES = 5
+"""Of one check: descriptions, readiness, inputs, evidence, times and votes."""
 
 
 class Counted:
@@ -137,7 +137,7 @@ def test_a_wrong_result_names_its_rank(tmp_path: Path):
     assert [each.failures for each in found] == [[]] * RANKS
 
 
-@pytest.mark.parametrize("exchange", [1, 2, 3, 5, 6])
+@pytest.mark.parametrize("exchange", [1, 2, 3, 4])
 def test_a_rank_that_fails_between_vote_and_exchange_divides_no_ranks(exchange: int, tmp_path: Path):
     """All ranks leave the check, train on, and come back together."""
     found = run_ranks(trained, RANKS, tmp_path, FaultPlan(), exchange, timeout=120)

@@ -36,6 +36,25 @@ def test_a_shard_arrives_at_the_holder_bit_for_bit(tmp_path: Path):
         assert len(files(holder.memory)) == 3
 
 
+def test_a_copy_that_slows_steps_is_limited_and_still_arrives(tmp_path: Path):
+    with ranks(tmp_path, TOKEN, "ab", patience=30.0) as (owner, holder):
+        wire = Wire(holder.address, hold_after=20 << 20)
+        owner.ask("connect", [owner.address, wire.address], ["a", "b"])
+        for _ in range(8):
+            owner.ask("step_took", 0.1)
+        path = seal(owner.memory, 0, 1, LARGE)
+        owner.ask("send", str(path))
+        until(wire.held_up.is_set, "half of it is there")
+        for _ in range(4):  # the first is left out, since the copy began in it
+            owner.ask("step_took", 0.2)
+        assert owner.ask("rate") == 1 << 28
+        wire.released.set()
+        until(lambda: owner.held() == [1], "the copy counts")
+        assert path_of(holder.memory, identity(0, 1), holder=1).read_bytes() == path.read_bytes()
+        assert owner.ask("problems") == []
+        wire.close()
+
+
 def test_any_number_of_ranks_on_uneven_hosts_copy_to_each_other_at_once(tmp_path: Path):
     hosts = "aaabc"
     with ranks(tmp_path, TOKEN, hosts) as job:

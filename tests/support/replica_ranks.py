@@ -47,10 +47,12 @@ for line in sys.stdin:
         answer = replicator.send(Path(arguments[0]))
     elif name == "retire":
         answer = replicator.retire(Generation(*each) for each in arguments[0])
+    elif name == "rate":
+        answer = replicator.rate
     elif name == "held":
         answer = sorted(replicator.held())
     else:
-        answer = getattr(replicator, name)()
+        answer = getattr(replicator, name)(*arguments)
     print(json.dumps(answer), flush=True)
 """
 

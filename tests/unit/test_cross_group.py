@@ -421,6 +421,19 @@ def test_recovered_fault_is_reported_again_when_it_returns():
     assert [found.hosts for found in watch(GroupDiagnosis(mesh, DEFAULTS), rounds)] == [("machine-4",)] * 2
 
 
+@pytest.mark.parametrize("axes", [("replica",), ("replica", "tensor")])
+def test_a_link_that_is_hardly_slow_is_reported_once(axes):
+    """It is as fast as the others now and then, which does not make it a new fault each time."""
+    mesh = Mesh.grid(replica=4, tensor=4, hosts=[f"machine-{rank // 4}" for rank in range(16)])
+    jitter, fault = random.Random(5), [Group("replica", (0, 4, 8, 12))]
+    measured = [*axes, "tensor"]
+    rounds = [
+        times(mesh, () if step % 8 == 7 else fault, axes=dict.fromkeys(measured), factor=1.4, jitter=jitter)
+        for step in range(60)
+    ]
+    assert len(watch(GroupDiagnosis(mesh, DEFAULTS), rounds)) == 1
+
+
 def test_a_finding_that_grows_is_reported_again_and_one_that_shrinks_is_not():
     mesh = figure()
     both = [tensor(4, 12), tensor(2, 10)]
@@ -504,14 +517,16 @@ def test_one_machine_among_16384_ranks():
 
 @pytest.mark.parametrize("ranks", [(), (3,), (5, 4), (4, 4)])
 def test_bad_groups_are_refused(ranks):
+    time = CollectiveTime("shard", ranks, "time/all_gather", 1.0)
     with pytest.raises(ValueError, match=r"a shard group needs .* got \(" + ", ".join(map(str, ranks))):
-        CollectiveTime("shard", ranks, "time/all_gather", 1.0)
+        GroupDiagnosis(figure(), DEFAULTS).observe(0, [time], RECORDS)
 
 
 @pytest.mark.parametrize("milliseconds", [float("nan"), float("inf"), -1.0])
 def test_bad_times_are_refused(milliseconds):
+    time = CollectiveTime("shard", (4, 5), "time/all_gather", milliseconds)
     with pytest.raises(ValueError, match=rf"shard group {{4, 5}}: time/all_gather took {milliseconds} ms"):
-        CollectiveTime("shard", (4, 5), "time/all_gather", milliseconds)
+        GroupDiagnosis(figure(), DEFAULTS).observe(0, [time], RECORDS)
 
 
 @pytest.mark.parametrize("ranks", [(4, 16), (-1, 4)])

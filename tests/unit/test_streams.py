@@ -7,6 +7,7 @@ from pathlib import Path
 
 from tests.support.replica_ranks import seal, sealed_pieces
 from tests.support.small_job import until
+from torchscout.checkpoint.replication.pace import RateLimit
 from torchscout.checkpoint.replication.streams import OutgoingStream, Secret
 from torchscout.utils.listener import MAGIC
 
@@ -16,7 +17,7 @@ def test_what_the_other_end_sends_does_not_discard_what_is_on_its_way(tmp_path: 
     path, secret = seal(tmp_path, 0, 1), Secret.new()
     size = path.stat().st_size
     with socket.create_server(("127.0.0.1", 0)) as server, path.open("rb") as file:
-        stream = OutgoingStream(server.getsockname(), secret, file.fileno(), size, lambda: None)
+        stream = OutgoingStream(server.getsockname(), secret, file.fileno(), size, lambda: None, RateLimit())
         stream.start()
         connection, _ = server.accept()
         with connection:
@@ -37,7 +38,9 @@ def test_a_stream_to_nobody_fails_with_the_reason_and_closes_its_file(tmp_path: 
         address = server.getsockname()
     before = len([*Path("/proc/self/fd").iterdir()])
     with path.open("rb") as file:
-        stream = OutgoingStream(address, Secret.new(), file.fileno(), path.stat().st_size, lambda: None)
+        stream = OutgoingStream(
+            address, Secret.new(), file.fileno(), path.stat().st_size, lambda: None, RateLimit()
+        )
         stream.start()
         stream.join(20)
     assert stream.ended

@@ -42,7 +42,7 @@ def pairs(*laps: Sequence[float]) -> list[Measured]:
 
 def test_own_work_is_compared_among_peers_only():
     times = [1.0, 2.0, 1.0, 2.0, 1.0, 2.0]
-    found = Timings(7, GRID, received_timings(GRID, *map(module, times))).computation()
+    found = Timings(7, GRID, received_timings(GRID, *map(module, times))).computation
     assert {(each.peers, each.verdict.evidence) for each in found} == {
         ((0, 2, 4), (1.0, 1.0, 1.0)),
         ((1, 3, 5), (2.0, 2.0, 2.0)),
@@ -55,21 +55,19 @@ def test_own_work_is_compared_among_peers_only():
 def test_a_rank_without_times_is_left_out_and_not_called_slow():
     mesh = Mesh.grid(replica=4)
     timings = received_timings(mesh, module(1.0), module(1.0), None, module(1.0))
-    (record,) = Timings(1, mesh, timings).computation()
+    (record,) = Timings(1, mesh, timings).computation
     assert (record.peers, record.status) == ((0, 1, 3), "agree")
 
 
 def test_a_single_remaining_rank_is_not_compared():
     mesh = Mesh.grid(replica=2)
-    assert Timings(1, mesh, received_timings(mesh, module(1.0), None)).computation() == []
+    assert Timings(1, mesh, received_timings(mesh, module(1.0), None)).computation == []
 
 
 def test_work_of_another_size_is_not_compared():
     mesh = Mesh.grid(replica=4)
     sizes = [(2, 8), (2, 8), (2, 16), (2, 16)]
-    found = Timings(
-        1, mesh, received_timings(mesh, *(module(1.0, shape=each) for each in sizes))
-    ).computation()
+    found = Timings(1, mesh, received_timings(mesh, *(module(1.0, shape=each) for each in sizes))).computation
     assert {each.peers for each in found} == {(0, 1), (2, 3)}
 
 
@@ -230,7 +228,7 @@ def test_records_are_those_this_rank_takes_part_in():
 def test_two_replicas_of_shards_are_compared_together_and_their_updates_are_not():
     mesh = Mesh.grid(replica=2, shard=2)
     both = Measured("layer.0", (1,), {"time/module": 1.0, "time/optimizer": 1.0}, ())
-    found = Timings(1, mesh, received_timings(mesh, *[both] * 4)).computation()
+    found = Timings(1, mesh, received_timings(mesh, *[both] * 4)).computation
     assert {(each.surface, each.peers) for each in found} == {
         ("time/module", (0, 1, 2, 3)),
         ("time/optimizer", (0, 2)),
@@ -268,6 +266,6 @@ def test_a_pair_is_compared_by_the_ratio_that_was_asked_for(ratio: float, found:
 def test_peers_are_compared_by_the_kappa_that_was_asked_for(kappa: float, status: Status):
     mesh = Mesh.grid(replica=5)
     timings = received_timings(mesh, *map(module, (100.0, 101.0, 102.0, 103.0, 107.0)))
-    (record,) = Timings(1, mesh, timings, StragglerConfig(kappa=kappa)).computation()
+    (record,) = Timings(1, mesh, timings, StragglerConfig(kappa=kappa)).computation
     assert record.verdict is not None
     assert record.verdict.status is status

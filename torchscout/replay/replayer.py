@@ -6,8 +6,8 @@ still takes part in every exchange, with a poison in place of its signatures.
 
 [Note: waiting on SCOUT's groups] A rank may sleep or die while it computes. All other ranks must then wait
 for it on SCOUT's groups, which have a timeout, and not on training's. So scratch data are sent over
-training's groups first, right after a job-wide exchange; and if replays communicate, which only those of pure
-data-parallel jobs do not, there is such an exchange before each of them.
+training's groups right after the vote; and if replays communicate, which only those of pure data-parallel
+jobs do not, there is a job-wide exchange before each of them.
 
 [Note: equally many rounds on all ranks] The whole job agrees after each round on how often a target is
 replayed, because layers may be sharded, so that ranks of other peer groups compute together with this one. A
@@ -24,65 +24,47 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from torchscout.decision.channel import decoded
-from torchscout.decision.record import EvidenceRecord
-from torchscout.decision.repeatability import REFUSED, SurfaceHistory, Trial
+from torchscout.decision.repeatability import SurfaceHistory, Trial
 from torchscout.decision.straggler.measured import Measured
 from torchscout.mesh import Axis, LayerKind, PeerGroup
+from torchscout.replay.active import ActiveReplay, description_of, unreplayed
 from torchscout.replay.capture.broadcast import receive_together
 from torchscout.replay.capture.saved_calls import SavedCalls
 from torchscout.replay.guard import Refusal, attempt
 from torchscout.replay.recipe import Observation, Peers, Recipe, Replay, finish_signatures, measured
-from torchscout.replay.schedule import Due, Rotation
+from torchscout.replay.schedule import Rotation
 from torchscout.replay.timing import host_ahead
 from torchscout.replay.verdicts import (
+    Ballot,
     Context,
     Findings,
     Run,
-    broken_depth,
+    ballot_of,
     gather,
     has_failed,
     is_left_out,
     judged,
     named_for_results,
-    not_checked,
     withhold,
 )
 from torchscout.utils.reentrancy import in_backward
 
-__all__ = ["ActiveReplay", "PeersFor", "Replayer"]
+__all__ = ["PeersFor", "Replayer"]
 
 _TIMES, _PAUSE_SECONDS = 4, 0.01
 """How often slow work is run again, and the pause before each run."""
-_HEIGHT = 8
-"""More than the longest chain of premises."""
+
 
 PeersFor = Callable[[LayerKind, bool], Peers]
 """Returns the peers for a role, and for stored state or for computation on gathered parameters."""
-
-
-@dataclass(slots=True)
-class ActiveReplay:
-    """One replay from the start of capturing to its release."""
-
-    due: Due
-    target: str
-    recipe: Recipe
-    peers: Peers
-    source: int
-    """The position of the peer whose values are used."""
-    replay: Replay | None
-    problem: str | None
-    """Why it cannot be replayed: on this rank or, after the vote, on any."""
-    is_refused: bool = False
-    """Whether the problem is permanent, such as an optimizer that communicates, and not a failure."""
 
 
 class Replayer:
@@ -102,8 +84,9 @@ class Replayer:
         self.variants: tuple[float, ...] = (1.0,)
         self.saved_calls = SavedCalls()
         self.history = SurfaceHistory()
-        self.doubted: Callable[[int, Sequence[Measured]], Collection[str | None]] = lambda *_: ()
-        """Returns the targets for which a rank would be reported as slow, given a step and this rank's times.
+        self.doubted: Callable[[int, Findings, Sequence[Measured]], Collection[str | None]] = lambda *_: ()
+        """Returns the targets for which a rank would be reported as slow, given a step, what its check has
+        found and this rank's times.
 
         Called on every rank in every check, with the same result. See [Note: timed again].
         """
@@ -155,16 +138,17 @@ class Replayer:
     def _run_all(self, step: int, findings: Findings, *, is_timed: bool = True) -> None:
         try:
             self._describe()
-            self._vote()
+            has_news = self._vote()
             ready = [place for place, active in enumerate(self._active) if active.problem is None]
             runs = {
                 place: self._run(self._active[place], step)
                 for place in ready
                 if self._active[place].due.target is not None
             }
-            self._align(runs)
             self._on_shapes = 0.0
-            differing = self._first_round(ready, runs)
+            sent = self._send_scratch(ready, runs, has_news)
+            self._align({place: run for place, run in runs.items() if place not in sent})
+            differing = self._first_round(ready, runs, sent)
             findings.on_shapes = self._on_shapes
             if differing:
                 self._repeat(differing, runs, findings)
@@ -178,9 +162,9 @@ class Replayer:
                     findings.records.extend(run.records)
                     self._keep(active, run.replay, kept)
                 else:
-                    findings.records.append(_unreplayed(active, step))
+                    findings.records.append(unreplayed(active, step))
             if is_timed:
-                findings.measured.extend(self._measure(step, ready, runs))
+                findings.measured.extend(self._measure(findings, step, ready, runs))
             for active in self._active:
                 if active.replay is not None:
                     active.replay.settle()
@@ -202,7 +186,7 @@ class Replayer:
         inside = "the optimizer steps inside the backward pass" if in_backward() else None
         for peers in self._all_peers():
             active = [each for each in self._active if each.peers is peers]
-            own = [_description(each, inside) for each in active]
+            own = [description_of(each, inside) for each in active]
             gathered = decoded(peers.metadata.gather(json.dumps(own).encode()))
             for place, each in enumerate(active):
                 self._prepare(each, [descriptions[place] for descriptions in gathered])
@@ -219,15 +203,23 @@ class Replayer:
             documents = decoded([each["document"] for each in descriptions])
             _, active.problem = attempt(partial(active.replay.prepare, documents, active.source))
 
-    def _vote(self) -> None:
-        """Agree on problems: work that is not ready on every rank is done on none."""
-        agreed = self._job.first_problems([active.problem for active in self._active])
-        if not any(agreed):
-            return
+    def _vote(self) -> bool:
+        """Agree on problems: work that is not ready on every rank is done on none.
+
+        Return whether a rank has news for ``Replay.agree``.
+        """
+        ready = [each.replay for each in self._active if each.problem is None]
+        news = any(each is not None and each.has_news for each in ready)
+        problems = [active.problem for active in self._active]
+        *obstacles, has_news = self._job.highest([*(each is not None for each in problems), news])
+        if not any(obstacles):
+            return bool(has_news)
+        agreed = self._job.first_problems(problems)
         is_failed = [active.problem is not None and not active.is_refused for active in self._active]
         anywhere = self._job.highest(is_failed)
         for active, problem, failed in zip(self._active, agreed, anywhere, strict=True):
             active.problem, active.is_refused = problem, not failed
+        return bool(has_news)
 
     def _run(self, active: ActiveReplay, step: int) -> Run:
         assert active.replay is not None, "begun, since all ranks are ready for it"
@@ -248,39 +240,62 @@ class Replayer:
                     sources.setdefault(self._active[place].source, []).extend(tensors)
             for source, tensors in sources.items():
                 receive_together(tensors, partial(peers.broadcast, source=source))
-        # A broadcast may fail on its source and succeed elsewhere. Without this exchange, some ranks would
-        # then replay over training's groups while others already train.
-        (has_news,) = self._job.highest([any(run.replay.has_news for run in runs.values())])
+        if self._may_communicate:
+            # A broadcast may fail on its source and succeed elsewhere. Without this exchange, some ranks
+            # would then replay over training's groups while others already train.
+            self._job.highest([0])
         for run in runs.values():
-            run.replay.agree(bool(has_news))
-            run.comparisons = run.replay.comparisons()
-            left_out = {
-                each.surface: reason
-                for each in run.comparisons
-                if (reason := self.history.reason(each.surface, run.context.target)) is not None
-            }
-            run.context = replace(run.context, left_out=left_out)
+            self._expect(run)
 
-    def _first_round(self, places: Sequence[int], runs: Mapping[int, Run]) -> list[int]:
+    def _expect(self, run: Run) -> None:
+        run.comparisons = run.replay.comparisons()
+        left_out = {
+            each.surface: reason
+            for each in run.comparisons
+            if (reason := self.history.reason(each.surface, run.context.target)) is not None
+        }
+        run.context = replace(run.context, left_out=left_out)
+
+    def _send_scratch(self, ready: Sequence[int], runs: Mapping[int, Run], has_news: bool) -> list[int]:
+        """Send scratch data over training's groups; see [Note: waiting on SCOUT's groups]. Return the places
+        of these replays."""
+        places = [place for place in ready if not self._active[place].recipe.is_required]
+        for place, run in runs.items():
+            run.replay.agree(has_news)
+            if place in places:
+                self._expect(run)
+        self._start(places, runs)
+        return places
+
+    def _start(self, places: Sequence[int], runs: Mapping[int, Run]) -> None:
+        """Run each replay for the first time."""
+        for place in places:
+            if place in runs:
+                runs[place].start()
+        self._compute(places, runs)
+
+    def _first_round(
+        self, places: Sequence[int], runs: Mapping[int, Run], done: Collection[int]
+    ) -> list[int]:
         """Replay and compare everything once; return the places at which any rank found a difference.
 
-        ``places`` are identical on all ranks; ``runs`` are those that this rank has.
+        ``places`` are identical on all ranks; ``runs`` are those that this rank has; those in ``done`` have
+        been replayed.
         """
         differing: list[int] = []
         while places:
             now = {place: run for place, run in runs.items() if place in places}
-            for run in now.values():
-                run.start()
-            self._observe(places, now)
+            self._start([place for place in places if place not in done], now)
+            self._finish(now)
+            done = ()
             self._gather(now)
             for run in now.values():
                 run.records = judged(run)
-            highest = iter(self._job.highest([vote for place in places for vote in _ballot(now.get(place))]))
-            ballots = {place: _Ballot(*islice(highest, len(_Ballot._fields))) for place in places}
+            ballots = self._count(places, now)
             for place, ballot in ballots.items():
                 if ballot.height and place in now:
                     run = now[place]
-                    run.records = withhold(run.comparisons, run.records, _HEIGHT - ballot.height)
+                    run.records = withhold(run.comparisons, run.records, ballot.depth)
             differing += [place for place, each in ballots.items() if each.differs and not each.is_refused]
             places = [place for place, each in ballots.items() if each.is_refused]
         for run in runs.values():
@@ -290,6 +305,14 @@ class Replayer:
                 if is_left_out(each) and each.surface not in run.context.left_out:
                     self.history.leave_out(each.surface, each.layer, str(each.reason))
         return sorted(differing)
+
+    def _count(self, places: Sequence[int], runs: Mapping[int, Run]) -> dict[int, Ballot]:
+        """Return the ballots of the whole job. If it is one peer group, all ranks know them already."""
+        own = {place: ballot_of(runs.get(place)) for place in places}
+        if not self._may_communicate:
+            return own
+        highest = iter(self._job.highest([vote for ballot in own.values() for vote in ballot]))
+        return {place: Ballot(*islice(highest, len(Ballot._fields))) for place in places}
 
     def _repeat(self, differing: Sequence[int], runs: Mapping[int, Run], findings: Findings) -> None:
         """Replay until it is known which rank is at fault, and update the records."""
@@ -337,11 +360,13 @@ class Replayer:
             if record.scope is not None
         }
 
-    def _measure(self, step: int, ready: Sequence[int], runs: Mapping[int, Run]) -> list[Measured]:
+    def _measure(
+        self, findings: Findings, step: int, ready: Sequence[int], runs: Mapping[int, Run]
+    ) -> list[Measured]:
         """Return the times of replays. See [Note: timed again]."""
         seen = {place: [*run.seen.values()] for place, run in runs.items() if self._is_warm(place, run)}
         found = {place: self._measured(place, runs[place], each) for place, each in seen.items()}
-        if not (doubted := self.doubted(step, [*found.values()])):
+        if not (doubted := self.doubted(step, findings, [*found.values()])):
             return [*found.values()]
         wanted = [place in found and (found[place].layer or None) in doubted for place in ready]
         places = [place for place, yes in zip(ready, self._job.highest(wanted), strict=True) if yes]
@@ -386,7 +411,12 @@ class Replayer:
             gather(peers.evidence, mine, in_full=in_full)
 
     def _observe(self, places: Sequence[int], runs: Mapping[int, Run]) -> None:
-        """Run each replay once; see [Note: waiting on SCOUT's groups]. Waits for devices once, at the end."""
+        """Run each replay once. Waits for devices once, at the end."""
+        self._compute(places, runs)
+        self._finish(runs)
+
+    def _compute(self, places: Sequence[int], runs: Mapping[int, Run]) -> None:
+        """Run each replay once, without waiting; see [Note: waiting on SCOUT's groups]."""
         ordered = sorted(places, key=lambda place: self._active[place].recipe.is_required)
         for place in ordered:
             began = self.now() if self._active[place].recipe.is_dynamic else None
@@ -398,6 +428,9 @@ class Replayer:
                 _, run.problems[variant] = attempt(partial(run.replay.observe, seen))
             if began is not None:
                 self._on_shapes += self.now() - began
+
+    def _finish(self, runs: Mapping[int, Run]) -> None:
+        """Wait for signatures and times."""
         every = [seen for run in runs.values() for seen in run.seen.values()]
         _, problem = attempt(partial(finish_signatures, every))
         for run in runs.values() if problem is not None else ():
@@ -406,39 +439,3 @@ class Replayer:
                 seen.signatures.clear()
         for seen in every:
             attempt(seen.read)  # if reading fails, there are no times
-
-
-class _Ballot(NamedTuple):
-    """One rank's vote on a replay; the highest value of each field counts."""
-
-    is_refused: int
-    """Whether to replay without strict determinism."""
-    differs: int
-    """Whether peers differ."""
-    height: int
-    """How high above the lowest comparison one failed that others depend on; 0 if none did."""
-
-
-def _ballot(run: Run | None) -> _Ballot:
-    if run is None:
-        return _Ballot(0, 0, 0)
-    depth = 0 if run.has_failed else broken_depth(run.comparisons, run.records)
-    differs = any(each.scope is not None for each in run.records)
-    is_refused = any(each.refused for each in run.seen.values())
-    return _Ballot(is_refused, differs, 0 if depth is None else _HEIGHT - depth)
-
-
-def _unreplayed(active: ActiveReplay, step: int) -> EvidenceRecord:
-    context = Context(step, active.peers.group.ranks, active.target)
-    surface = "/".join(filter(None, (active.target, active.due.kind)))
-    reason = f"{REFUSED}: {active.problem}" if active.is_refused else str(active.problem)
-    return not_checked(context, surface, reason)
-
-
-def _description(active: ActiveReplay, inside: str | None) -> dict[str, Any]:
-    document, replay = None, active.replay
-    if replay is not None and active.problem is None:
-        document, active.problem = attempt(lambda: json.dumps(replay.describe()))
-        active.is_refused = isinstance(active.problem, Refusal)
-    active.problem = active.problem or inside
-    return {"problem": active.problem, "document": document}

@@ -11,9 +11,10 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from torchscout.replay.active import ActiveReplay
 from torchscout.replay.guard import attempt
 from torchscout.replay.recipe import Peers, Recipe, SavedInput
-from torchscout.replay.replayer import ActiveReplay, Replayer
+from torchscout.replay.replayer import Replayer
 from torchscout.replay.schedule import Due
 from torchscout.replay.verdicts import Findings
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import cast
+from typing import NamedTuple, cast
 
 from torchscout.decision import c3, consensus
 from torchscout.decision.channel import PeerChannel
@@ -23,9 +23,11 @@ from torchscout.replay.recipe import ABSENT, POISON, UNREPEATABLE, Comparison, O
 from torchscout.utils.text import named
 
 __all__ = [
+    "Ballot",
     "Context",
     "Findings",
     "Run",
+    "ballot_of",
     "broken_depth",
     "gather",
     "has_failed",
@@ -37,6 +39,9 @@ __all__ = [
     "withhold",
 ]
 
+_REFUSED, _FAILED = 1, 2
+_HEIGHT = 8
+"""More than the longest chain of premises."""
 _OWNED = f"{BY_DESIGN}: it was not equal on all peers when it was first compared"
 
 
@@ -279,6 +284,10 @@ class Run:
     agreeing: dict[float, list[tuple[Comparison, int]]] = field(default_factory=dict)
     """Agreeing summaries, by variant: the first comparison and the digest of all values."""
     records: list[EvidenceRecord] = field(default_factory=list)
+    refused_on_any: bool = False
+    """Whether a peer has to replay without strict determinism."""
+    failed_on_any: bool = False
+    """Whether a peer failed."""
 
     def start(self) -> None:
         """Discard earlier observations."""
@@ -286,8 +295,11 @@ class Run:
         self.problems = dict.fromkeys(self.variants)
 
     @property
-    def has_failed(self) -> bool:
-        return any(problem is not None for problem in self.problems.values())
+    def state(self) -> int:
+        """How it went on this rank, for peers."""
+        is_refused = any(each.refused for each in self.seen.values())
+        has_failed = any(problem is not None for problem in self.problems.values())
+        return is_refused * _REFUSED | has_failed * _FAILED
 
     def restarted(self) -> Run:
         """Return a new run of the same replay."""
@@ -315,17 +327,20 @@ def gather(channel: PeerChannel, runs: Sequence[Run], *, in_full: bool = False) 
         for variant in run.variants
     }
     every = [part for some in parts.values() for part in some]
+    states = {f"{number} {run.kind} state": run.state for number, run in enumerate(runs)}
     if in_full:
         detail = {key: value for part in every for key, value in part.detail().items()}
-        values, unanimous = _gathered(channel, detail), set[Surface]()
+        values, unanimous = _gathered(channel, states | detail), set[Surface]()
     else:
-        values = _gathered(channel, {part.key: part.whole for part in every})
+        values = _gathered(channel, states | {part.key: part.whole for part in every})
         unanimous = {part.key for part in every if part.is_summary and is_unanimous(values[part.key])}
         # All peers have gathered the same values, so all of them request the same details.
         if differing := [part for part in every if part.is_summary and part.key not in unanimous]:
             detail = {key: value for part in differing for key, value in part.detail().items()}
             values |= _gathered(channel, detail)
-    for run in runs:
+    for run, state in zip(runs, states, strict=True):
+        run.refused_on_any = any(each & _REFUSED for each in values[state])
+        run.failed_on_any = any(each & _FAILED for each in values[state])
         for variant in run.variants:
             some = parts[id(run), variant]
             whole = [part for part in some if part.key in unanimous]
@@ -395,3 +410,28 @@ def _parts(number: int, run: Run, variant: float) -> list[_Part]:
         for each in run.comparisons
     }
     return [_Part(prefix, every, [values[each.surface] for each in every]) for every in groups.values()]
+
+
+class Ballot(NamedTuple):
+    """One rank's vote on a replay; the highest value of each field counts."""
+
+    is_refused: int
+    """Whether to replay without strict determinism."""
+    differs: int
+    """Whether peers differ."""
+    height: int
+    """How high above the lowest comparison one failed that others depend on; 0 if none did."""
+
+    @property
+    def depth(self) -> int:
+        """The depth of that comparison, if any failed."""
+        return _HEIGHT - self.height
+
+
+def ballot_of(run: Run | None) -> Ballot:
+    """Return the vote on a run whose results are judged; None if this rank has none."""
+    if run is None:
+        return Ballot(0, 0, 0)
+    depth = 0 if run.failed_on_any else broken_depth(run.comparisons, run.records)
+    differs = any(each.scope is not None for each in run.records)
+    return Ballot(run.refused_on_any, differs, 0 if depth is None else _HEIGHT - depth)

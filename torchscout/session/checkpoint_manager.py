@@ -150,6 +150,7 @@ class CheckpointManager:
             self._due = None
             self._problems.add(["nothing was captured, because no step was seen to begin"])
         self._snapshots.fence()
+        self._replication.update_begins()
 
     def signature(self) -> int | None:
         """Of the replicated part of the last capture; None if there is none."""
@@ -193,6 +194,7 @@ class CheckpointManager:
 
     def decide(self, step: int, counted: Sequence[int], check: CheckCoverage) -> None:
         """Act on a check's combined votes; see ``session.certifier.Certifier``."""
+        self._replication.checked()
         self._problems.add(self._writer.problems())
         if self._previous_run is not None:
             raise CheckpointError(

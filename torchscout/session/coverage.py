@@ -27,7 +27,7 @@ from torchscout.replay.recipes.owned_state import OwnedStateRecipe
 from torchscout.replay.recipes.replicated_state import ReplicatedStateRecipe
 from torchscout.utils.text import listed
 
-__all__ = ["NO_CATALOG", "Covered", "RecipeCycle", "covered_by", "left_out", "shapes_in"]
+__all__ = ["NO_CATALOG", "Covered", "RecipeCycle", "covered_by", "left_out", "shapes_in", "unwatched"]
 
 _BETWEEN = "Wrong numbers between two checks are found if they leave a trace in what is compared or watched."
 _MOST_REASONS = 3
@@ -154,3 +154,14 @@ def left_out(not_checked: Mapping[str, str]) -> dict[str, list[str]]:
 
 def _percent(share: float) -> str:
     return "all" if share == 1 else f"{100 * share:.3g}%"
+
+
+def unwatched(share: float, needed: float) -> str | None:
+    """Return why state with one owner prevents certification: it may have changed unnoticed. None if enough
+    of it was watched."""
+    if share >= needed:
+        return None
+    return (
+        f"{share:.0%} of the state with one owner was watched since the last check, but certification "
+        f"needs {needed:.0%}; see ReplayConfig.watched and watch_budget"
+    )

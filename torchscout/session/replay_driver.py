@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 
@@ -16,40 +16,38 @@ from torchscout.checkpoint.gate_state import Outcome
 from torchscout.checkpoint.selection import SweepResult
 from torchscout.communicators import Communicators, PeerCommunicator
 from torchscout.config import ReplayConfig
-from torchscout.decision import c3
 from torchscout.decision.ownership import Ownership
 from torchscout.decision.record import EvidenceRecord, Incident, from_json
 from torchscout.decision.recorder import Recorder
 from torchscout.decision.sdc import OpenIncidents, SdcDiagnosis
 from torchscout.decision.straggler.diagnosis import Slowness
-from torchscout.decision.straggler.timings import Timings
+from torchscout.decision.straggler.measured import Measured
 from torchscout.decision.summary import SummaryRecorder
 from torchscout.log import log
-from torchscout.mesh import Axis, LayerKind, Mesh
+from torchscout.mesh import LayerKind, Mesh
 from torchscout.replay.finite import FINITE, FiniteState
-from torchscout.replay.recipe import ABSENT, Comparison, Mode, Recipe
+from torchscout.replay.recipe import Mode, Recipe
 from torchscout.replay.recipes.owned_state import OWNED_STATE, OwnedStateRecipe
 from torchscout.replay.recipes.replicated_state import ReplicatedStateRecipe
 from torchscout.replay.replayer import Replayer
 from torchscout.replay.schedule import Rotation
 from torchscout.replay.sweep import sweep
-from torchscout.replay.verdicts import Context, Findings, judge
+from torchscout.replay.verdicts import Findings
 from torchscout.session.boundary import Boundary
+from torchscout.session.captures import CAPTURED, CaptureComparison
 from torchscout.session.certifier import Certifier, trust_in
 from torchscout.session.check_history import CheckHistory
-from torchscout.session.coverage import Covered, RecipeCycle, covered_by
+from torchscout.session.coverage import Covered, RecipeCycle, covered_by, unwatched
 from torchscout.session.pace import EXPERTS, Pace, PaceVote
 from torchscout.session.promotion import CheckCoverage
 from torchscout.session.replay_settings import ReplaySettings
 from torchscout.session.resumption import SweepReport
-from torchscout.session.time_comparison import TimeComparison
+from torchscout.session.time_comparison import Compared, TimeComparison
 
 __all__ = ["ReplayDriver", "ReplayParts"]
 
 STATE_RECIPES = ("replicated_state", "expert_state")
 """The recipes that compare replicated state."""
-CAPTURED = "state/checkpoint"
-"""The surface of the replicated state that was captured for checkpoints."""
 _SWEPT = {Outcome.HEALTHY: SweepResult.CLEAN, Outcome.SDC: SweepResult.SDC}
 
 
@@ -111,25 +109,25 @@ class ReplayDriver:
         self._owned_state = [each for each in parts.recipes if isinstance(each, OwnedStateRecipe)]
         self._peers = parts.peers(LayerKind.DENSE, False)
         self._rank, self._device = self._peers.group.ranks[self._peers.position], self._peers.device
-        self._replicas = self._find_replicas()
+        self._captures = CaptureComparison(parts.peers, parts.certifier, self._guard)
         self._diagnosis, self._open_incidents = SdcDiagnosis(parts.mesh), OpenIncidents()
         slow, shared = config.straggler, config.baseline
         if self._device.type != "cuda":
             slow, shared = slow.on_host(), shared.on_host()
+        by_all = config.records == "all"
         self._times = TimeComparison(
-            parts.mesh,
-            self._rank,
-            parts.communicators,
-            slow,
-            shared,
-            by_all=config.records == "all",
-            guard=self._guard,
+            parts.mesh, self._rank, parts.communicators, slow, shared, by_all=by_all, guard=self._guard
         )
-        self._replayer.doubted = self._times.doubted
-        self._recorder = parts.recorder if config.records == "all" else SummaryRecorder(parts.recorder, slow)
+        self._replayer.doubted = self._doubted
+        self._recorder = parts.recorder if by_all else SummaryRecorder(parts.recorder, slow)
         self._step_began = time.monotonic()
         self._last_check = 0
         """The step of the previous check, after which state may have been captured."""
+        self._compared: Compared | None = None
+        """What ranks have agreed on in the current check, if they have."""
+        self._finite: FiniteState | None = None
+        """Whether state is finite, during a check."""
+        self._concluded: Findings | None = None
         self._found: list[Incident] = []
         """Incidents that this rank reports to all ranks at the end of a check."""
         self._unsettled = Outcome.HEALTHY
@@ -202,24 +200,39 @@ class ReplayDriver:
 
     def _check(self, step: int, began: float) -> None:
         self._parts.finish_update()
-        check = self._covered_at(step)
-        findings, timings = Findings(), None
-        finite = self._guard(lambda: FiniteState(self._recipes))  # read when devices have replayed
+        check, findings = self._covered_at(step), Findings()
+        self._finite = self._guard(lambda: FiniteState(self._recipes))  # read when devices have replayed
         try:
             self._replayer.check(step, findings)
-            findings.records.extend(self._compare_captures(step))
-            timings = self._times.timings(step, findings.measured)
         finally:
-            # A failure in here stays local: a full disk must not separate this rank from the others. What
-            # peers have compared already counts, even if the ranks lose each other before the vote.
-            if findings.records or timings is not None:
-                outcome = (
-                    self._guard(lambda: self._conclude(findings, timings, finite)) or Outcome.NOT_CHECKED
-                )
-                self._unsettled = max(self._unsettled, outcome, key=SEVERITY.index)
+            # What peers have compared counts, even if the ranks lose each other before the vote.
+            if self._concluded is not findings and findings.records:
+                self._conclude_here(findings)
+        compared, self._compared = self._compared, None
+        assert compared is not None, "every check calls _doubted"
+        if compared.doubted:
+            compared = self._exchange(step, findings, findings.measured, is_final=True)
+        self._finite = None
+        self._certify(step, compared, check)
         self._pace.check_took(self._now() - began, check.paths, findings.on_shapes)
-        self._certify(step, self._unsettled, check, differs=self._capture_is_doubtful(findings))
         self._guard(self._report_coverage)
+
+    def _doubted(self, step: int, findings: Findings, measured: Sequence[Measured]) -> Collection[str | None]:
+        """See ``Replayer.doubted``. Votes on the check are sent with the times; they count if no time is
+        doubted."""
+        findings.records.extend(self._captures.records(step))
+        self._conclude_here(findings)
+        self._compared = self._exchange(step, findings, measured, is_final=False)
+        return self._compared.doubted
+
+    def _exchange(
+        self, step: int, findings: Findings, measured: Sequence[Measured], *, is_final: bool
+    ) -> Compared:
+        changes = self._settings.requests if self._rank == 0 else 0
+        own = _Ballot(SEVERITY.index(self._unsettled), found=len(self._found), changes=changes)
+        counted = self._certifier.votes(self._unsettled, differs=self._capture_is_doubtful(findings))
+        votes = [*own, *self._pace.vote(self._config), *counted]
+        return self._times.exchange(step, measured, votes, is_final=is_final)
 
     def _covered_at(self, step: int) -> CheckCoverage:
         """What the check at the end of this step covers if it is accepted."""
@@ -227,36 +240,47 @@ class ReplayDriver:
         has_state = bool(state) and all(self._rotation.is_due(kind, step) for kind in state)
         return CheckCoverage(self._rotation.turns_at(EXPERTS, step), has_state)
 
-    def _conclude(self, findings: Findings, timings: Timings | None, finite: FiniteState | None) -> Outcome:
+    def _conclude_here(self, findings: Findings) -> None:
+        """Conclude what a check found. A failure in here stays local: a full disk must not separate this rank
+        from the others."""
+        self._concluded = findings
+        outcome = self._guard(lambda: self._conclude(findings)) or Outcome.NOT_CHECKED
+        self._unsettled = max(self._unsettled, outcome, key=SEVERITY.index)
+
+    def _conclude(self, findings: Findings) -> Outcome:
         """Diagnose and record what a check found; return this rank's outcome."""
         records = findings.records
         incidents = self._diagnosis.diagnose(records, repeats=findings.repeats, elsewhere=findings.elsewhere)
-        slow = Slowness([], []) if timings is None else self._times.observe(timings)
         self._history.add(records, self._config.require)
+        new = self._open_incidents.new_ones(incidents, records)
         # Guarded separately: a rank that cannot write its records can still report the incident.
-        self._guard(lambda: self._report(self._open_incidents.new_ones(incidents, records), slow.incidents))
-        again = [each for repeated in findings.repeats for each in repeated.again]
-        self._history.count(every := [*records, *again, *slow.records])
-        self._guard(lambda: self._write(every))
+        self._guard(lambda: self._report([each for each in new if each.reporter == self._rank]))
+        self._write([*records, *(each for repeated in findings.repeats for each in repeated.again)])
         # A corrupted copy of correct state is dropped; training itself is fine.
         live = [each for each in records if each.surface != CAPTURED]
-        outcome = outcome_of(live, slow.incidents, findings.targets, self._config.require)
-        unmet = {OWNED_STATE: self._unwatched(), FINITE: None if finite is None else finite.problem()}
+        outcome = outcome_of(live, (), findings.targets, self._config.require)
+        share = min((each.share for each in self._owned_state), default=1.0)
+        not_finite = None if self._finite is None else self._finite.problem()
+        unmet = {OWNED_STATE: unwatched(share, self._config.watched), FINITE: not_finite}
         held_up = {name: why for name, why in unmet.items() if why is not None}
         if outcome.accepted and held_up:
             self._history.held_up |= held_up
             return Outcome.NOT_CHECKED
         return outcome
 
-    def _certify(self, step: int, outcome: Outcome, check: CheckCoverage, *, differs: bool) -> None:
-        """Vote with all ranks on the outcome, move the gate, and agree on the settings of the next check."""
-        changes = self._settings.requests if self._rank == 0 else 0
-        pace, votes = self._pace.vote(self._config), self._certifier.votes(outcome, differs=differs)
-        own = _Ballot(SEVERITY.index(outcome), found=len(self._found), changes=changes)
-        highest = iter(self._communicators.highest([*own, *pace, *votes]))
-        agreed = _Ballot(*islice(highest, len(own)))
-        agreed_pace = PaceVote(*islice(highest, len(pace)))
-        self._share_incidents(agreed.found)
+    def _conclude_times(self, slow: Slowness) -> None:
+        own = [each for each in slow.incidents if self._times.reports_all or each.reporter == self._rank]
+        self._guard(lambda: self._report(own))
+        self._write(slow.records)
+
+    def _certify(self, step: int, compared: Compared, check: CheckCoverage) -> None:
+        """Act on the votes of all ranks: report incidents, move the gate, and agree on the settings of the
+        next check."""
+        highest = iter(compared.highest)
+        agreed = _Ballot(*islice(highest, len(_Ballot._fields)))
+        agreed_pace = PaceVote(*islice(highest, len(PaceVote._fields)))
+        self._guard(lambda: self._conclude_times(compared.slow))
+        self._share_incidents(bool(agreed.found) or compared.is_slow)
         if not SEVERITY[agreed.severity].accepted:
             self._rotation.take_back(EXPERTS, step)
         counted = [*highest]
@@ -312,11 +336,11 @@ class ReplayDriver:
             self._recipes if everything else [each for each in self._recipes if each.kind in STATE_RECIPES]
         )
         findings = sweep(self._replayer, recipes, self._peers, step)
-        outcome = self._guard(lambda: self._conclude(findings, None, None)) or Outcome.NOT_CHECKED
+        outcome = self._guard(lambda: self._conclude(findings)) or Outcome.NOT_CHECKED
         differing = [each.mode for each in findings.records if each.scope is not None and not each.layer]
         own = _Ballot(SEVERITY.index(outcome), state_differs=Mode.STATE in differing, found=len(self._found))
         agreed = _Ballot(*self._communicators.highest(own))
-        self._share_incidents(agreed.found)
+        self._share_incidents(bool(agreed.found))
         compared = {each.layer for each in findings.records if each.verdict is not None}
         left = (each for each in findings.records if each.layer not in compared)
         unswept = next((f"{each.surface}: {each.reason}" for each in left), None)
@@ -368,13 +392,6 @@ class ReplayDriver:
             each.close()
         self._recorder.close()
 
-    def _find_replicas(self) -> PeerCommunicator | None:
-        """The peers that hold the same state, experts included; None where there are none to compare with."""
-        replicas = self._parts.peers(LayerKind.EXPERT, False)
-        group = replicas.group
-        is_replica_of_all = {*group.ranks} <= {*self._peers.group.ranks} and group.axis is not Axis.SHARD
-        return replicas if is_replica_of_all and group.can_compare else None
-
     def _learn_ownership(self) -> None:
         """Compare state before the first update: what differs already is owned by its rank."""
         recipes = [each for each in self._recipes if each.kind in STATE_RECIPES]
@@ -384,18 +401,6 @@ class ReplayDriver:
         finally:
             self._ownership.is_before_training = False
 
-    def _compare_captures(self, step: int) -> list[EvidenceRecord]:
-        """Compare what replicas captured after the previous check: a copy can be corrupted on its way."""
-        peers = self._replicas
-        if peers is None or not self._certifier.captures:
-            return []
-        own = self._guard(self._certifier.signature)
-        found = c3.compare(peers.evidence, {CAPTURED: ABSENT if own is None else own})[CAPTURED]
-        if ABSENT in found.evidence:
-            return []
-        context, gathered = Context(step, peers.group.ranks, ""), cast("Sequence[int]", found.evidence)
-        return judge(context, [Comparison(CAPTURED, Mode.STATE)], {CAPTURED: gathered})
-
     def _capture_is_doubtful(self, findings: Findings) -> bool:
         """Whether what was captured after the previous check differs, or may have changed before it was."""
         changed_after = {step for each in self._owned_state for step, _ in each.changed}
@@ -403,36 +408,28 @@ class ReplayDriver:
             each.scope is not None and each.surface == CAPTURED for each in findings.records
         )
 
-    def _unwatched(self) -> str | None:
-        """Why state with one owner prevents certification: it may have changed unnoticed."""
-        share, needed = min((each.share for each in self._owned_state), default=1.0), self._config.watched
-        if share >= needed:
-            return None
-        return (
-            f"{share:.0%} of the state with one owner was watched since the last check, but certification "
-            f"needs {needed:.0%}; see ReplayConfig.watched and watch_budget"
-        )
-
-    def _report(self, incidents: Sequence[Incident], slow: Sequence[Incident]) -> None:
+    def _report(self, own: Sequence[Incident]) -> None:
         """Record the incidents that this rank reports; its peers have concluded the same."""
-        own = [each for each in incidents if each.reporter == self._rank]
-        own += [each for each in slow if self._times.reports_all or each.reporter == self._rank]
         self._found += own
         for incident in own:
             self._recorder.record(incident)
 
-    def _share_incidents(self, found: int) -> None:
-        """Pass the incidents of all ranks to ``on_incidents``, if any rank has ``found`` one."""
+    def _share_incidents(self, were_found: bool) -> None:
+        """Pass the incidents of all ranks to ``on_incidents``, if any rank has found one."""
         own, self._found = self._found, []
-        if found:
+        if were_found:
             for rank, found_by in enumerate(self._communicators.exchange([each.to_json() for each in own])):
                 every = map(from_json, found_by)
                 self._parts.on_incidents(rank, [each for each in every if isinstance(each, Incident)])
 
     def _write(self, records: Sequence[EvidenceRecord]) -> None:
-        with ExitStack() as writes:  # one record that cannot be written does not prevent the rest
-            for record in reversed(records):
-                writes.callback(self._recorder.record, record)
+        def write() -> None:
+            with ExitStack() as writes:  # one record that cannot be written does not prevent the rest
+                for record in reversed(records):
+                    writes.callback(self._recorder.record, record)
+
+        self._history.count(records)
+        self._guard(write)
 
     def _report_coverage(self) -> None:
         """Log the coverage once every target has been checked."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,8 @@ class StateReplication:
 
     def __init__(self, job: Job, memory: Path, *, wanted: bool) -> None:
         self._job = job
+        self._since: float | None = None
+        """When the last update began, if there was no check since then."""
         self.replicator: Replicator | None = None
         self.address: list[Any] | None = None
         """Where other ranks send their copies; None if this rank cannot receive any."""
@@ -47,6 +50,17 @@ class StateReplication:
             return ()
         self.replicator.connect([tuple(each) for each in addresses], self._job.hosts)
         return placement.held_ranks(self._job.hosts, self._job.rank)
+
+    def update_begins(self) -> None:
+        """Called before every update: measures steps, by which copies are paced."""
+        now, since = time.monotonic(), self._since
+        self._since = now
+        if self.replicator is not None and since is not None:
+            self.replicator.step_took(now - since)
+
+    def checked(self) -> None:
+        """Called after a check. A step with a check takes longer for another reason than a copy."""
+        self._since = None
 
     def copy(self, path: Path, seconds: float) -> None:
         """Copy this file, and wait for so long: if this machine is lost next, its state must be elsewhere."""

@@ -3,6 +3,8 @@
 In a job of one group of ranks, every rank receives all times and concludes the same. In a larger one, and
 unless every comparison is recorded, rank 0 does so for all. The others only need to know what to time again,
 and rank 0 reports what it finds.
+
+The votes of a check are in the same message as its times, so that ranks wait for each other once.
 """
 
 from __future__ import annotations
@@ -11,7 +13,9 @@ import json
 import struct
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from torchscout.communicators import Communicators
 from torchscout.config import BaselineConfig, StragglerConfig
@@ -21,9 +25,23 @@ from torchscout.decision.straggler.timings import Timings
 from torchscout.decision.tree import Runs
 from torchscout.mesh import Mesh
 
-__all__ = ["TimeComparison"]
+__all__ = ["Compared", "TimeComparison"]
 
-_LENGTH = struct.Struct("<I")
+_LENGTHS = struct.Struct("<II")
+_NOTHING = Slowness([], [])
+
+
+class Compared(NamedTuple):
+    """What all ranks have agreed on after they exchanged times and votes."""
+
+    doubted: set[str | None]
+    """The layers to time again, on all ranks alike; see ``Replayer.doubted``."""
+    highest: list[int]
+    """The highest of all ranks' votes."""
+    slow: Slowness
+    """What this rank found; nothing if another rank judges for it."""
+    is_slow: bool
+    """Whether any rank found an incident."""
 
 
 class TimeComparison:
@@ -49,57 +67,66 @@ class TimeComparison:
     def start_over(self) -> None:
         """Forget the times of earlier checks."""
         self._stragglers = self._new_stragglers()
-        self._timings: Timings | None = None
 
-    def doubted(self, step: int, measured: Sequence[Measured]) -> set[str | None]:
-        """Return the layers that look slow, on all ranks alike; see ``Replayer.doubted``."""
-        timings, doubted = self._exchange(step, measured)
-        self._timings = None if doubted else timings
-        return doubted
+    def exchange(
+        self, step: int, measured: Sequence[Measured], votes: Sequence[int], *, is_final: bool
+    ) -> Compared:
+        """Send this rank's times and votes, and return what all ranks have agreed on.
 
-    def timings(self, step: int, measured: Sequence[Measured]) -> Timings:
-        """Return the times of this check, after ``doubted``. Exchanges them if some were measured again."""
-        known, self._timings = self._timings, None
-        return self._exchange(step, measured)[0] if known is None else known
-
-    def observe(self, timings: Timings) -> Slowness:
-        """Add the times of one check."""
-        return self._stragglers.observe(timings)
+        Unless the times are ``is_final``, those that would be reported as slow are doubted instead, and not
+        added to those of earlier checks: the caller measures them again. Every rank makes this call.
+        """
+        layout, column = encode(measured, self._mesh)
+        ballot = np.array(votes, "<i8").tobytes()
+        if not self._is_judged_by_all:
+            return self._consult(step, (layout, column, ballot), is_final)
+        gathered = self._communicators.gather(
+            _LENGTHS.pack(len(layout), len(column)) + layout + column + ballot
+        )
+        parts = zip(*map(_split, gathered), strict=True)
+        layouts, columns, ballots = (Runs.joined([Runs.of(each) for each in part]) for part in parts)
+        doubted, slow = self._judge(step, layouts, columns, is_final)
+        return Compared(doubted, _highest(ballots), slow, bool(slow.incidents))
 
     @property
     def reports_all(self) -> bool:
-        """Whether this rank reports every incident of its ``observe``, since no other rank finds any."""
+        """Whether this rank reports every incident that it finds, since no other rank finds any."""
         return not self._is_judged_by_all
 
     @property
     def _is_judged_by_all(self) -> bool:
         return self._by_all or not self._communicators.is_tree
 
-    def _exchange(self, step: int, measured: Sequence[Measured]) -> tuple[Timings, set[str | None]]:
-        layout, column = encode(measured, self._mesh)
-        if self._is_judged_by_all:
-            gathered = self._communicators.gather(_LENGTH.pack(len(layout)) + layout + column)
-            parts = [*map(_split, gathered)]
-            received = [Runs.joined([Runs.of(each) for each in part]) for part in zip(*parts, strict=True)]
-            timings = self._decoded(step, received)
-            return timings, self._stragglers.layers_to_time_again(timings)
-        timings = Timings(step, self._mesh, (), self._config)  # rank 0 alone has any
+    def _consult(self, step: int, payloads: Sequence[bytes], is_final: bool) -> Compared:
+        """Let rank 0 judge."""
+        slow = _NOTHING  # rank 0 alone finds any
 
         def answer(received: list[Runs]) -> bytes:
-            nonlocal timings
-            timings = self._guard(lambda: self._decoded(step, received)) or timings
-            doubted = self._guard(lambda: [*self._stragglers.layers_to_time_again(timings)]) or []
-            return json.dumps(doubted).encode()
+            nonlocal slow
+            layouts, columns, ballots = received
+            judged = self._guard(lambda: self._judge(step, layouts, columns, is_final))
+            doubted, slow = ({*()}, _NOTHING) if judged is None else judged
+            return json.dumps([[*doubted], _highest(ballots), bool(slow.incidents)]).encode()
 
-        doubted = {*json.loads(self._communicators.consult([layout, column], answer))}
-        return timings, doubted
+        doubted, highest, is_slow = json.loads(self._communicators.consult(payloads, answer))
+        return Compared({*doubted}, highest, slow, is_slow)
 
-    def _decoded(self, step: int, received: Sequence[Runs]) -> Timings:
-        layouts, columns = received
-        return Timings(step, self._mesh, tables(layouts, columns), self._config)
+    def _judge(
+        self, step: int, layouts: Runs, columns: Runs, is_final: bool
+    ) -> tuple[set[str | None], Slowness]:
+        """Return the layers to time again; if there are none, what is slow."""
+        timings = Timings(step, self._mesh, tables(layouts, columns), self._config)
+        doubted = set() if is_final else self._stragglers.layers_to_time_again(timings)
+        return doubted, _NOTHING if doubted else self._stragglers.observe(timings)
 
 
-def _split(payload: bytes) -> tuple[bytes, bytes]:
-    (length,) = _LENGTH.unpack_from(payload)
-    end = _LENGTH.size + length
-    return payload[_LENGTH.size : end], payload[end:]
+def _split(payload: bytes) -> tuple[bytes, bytes, bytes]:
+    first, second = _LENGTHS.unpack_from(payload)
+    begin, middle, end = _LENGTHS.size, _LENGTHS.size + first, _LENGTHS.size + first + second
+    return payload[begin:middle], payload[middle:end], payload[end:]
+
+
+def _highest(ballots: Runs) -> list[int]:
+    rows = np.frombuffer(ballots.payloads, "<i8").reshape(len(ballots.lengths), -1)
+    highest: list[int] = rows.max(axis=0).tolist()
+    return highest

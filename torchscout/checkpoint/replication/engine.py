@@ -44,6 +44,7 @@ class ReplicationEngine:
         """New ones; the same problem is reported once until a copy succeeds."""
         self._rank, self._token, self._timeout = rank, token, timeout_seconds
         self._outbox: ReplicaSender | None = None
+        self._rate: int | None = None
         self._reported: set[str] = set()
         self._known: frozenset[Generation] = frozenset()
         aes_gcm.load()
@@ -95,6 +96,7 @@ class ReplicationEngine:
                 self._timeout,
                 self._wake,
             )
+        self.limit(self._rate)
         if before is not None:
             if self._outbox is not None:
                 self._outbox.totals = before.totals
@@ -113,6 +115,12 @@ class ReplicationEngine:
         """Have the holder delete its copies of these generations."""
         if self._outbox is not None:
             self._outbox.retire(generations)
+
+    def limit(self, rate: int | None) -> None:
+        """Send no more bytes in a second than this; None: no limit."""
+        self._rate = rate
+        if self._outbox is not None:
+            self._outbox.limit.rate = rate
 
     def wait(self, *others: int) -> None:
         """Until ``turn`` has something to do, or one of the other descriptors can be read."""

@@ -7,7 +7,7 @@ and it has a low priority, so that training gets the core where both need it.
 Commands come as lines of JSON on standard input, of which the first has the job's token; events go as lines
 of JSON to standard output. It ends with its standard input or with its trainer. It does not import torch.
 
-    commands   connect holder address owners; send number path; retire generations
+    commands   connect holder address owners; send number path; limit rate; retire generations
     events     port, or error and kind; over number copied; state held arriving totals; problem
 """
 
@@ -99,6 +99,8 @@ def _obey(engine: ReplicationEngine, command: dict[str, Any]) -> None:
     elif kind == "send":
         number = command["number"]
         engine.send(Path(command["path"]), lambda copied: _say(over=number, copied=copied))
+    elif kind == "limit":
+        engine.limit(command["rate"])
     else:
         engine.retire(frozenset(map(Generation.from_json, command["generations"])))
 

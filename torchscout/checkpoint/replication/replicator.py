@@ -17,6 +17,7 @@ from typing import Any
 
 from torchscout.checkpoint.generation import Generation
 from torchscout.checkpoint.replication import placement
+from torchscout.checkpoint.replication.pace import CopyPace
 from torchscout.checkpoint.replication.receiver import remove
 from torchscout.checkpoint.replication.replica_process import ReplicaProcess
 from torchscout.checkpoint.storage.shard_format import ShardIdentity
@@ -66,6 +67,7 @@ class Replicator:
         self._waiting: dict[int, Callable[[bool], None]] = {}
         """By number: what to call when a file is no longer needed."""
         self._sends = 0
+        self._pace, self._was_sending = CopyPace(), False
         self._held: frozenset[Generation] = frozenset()
         self._arriving: frozenset[ShardIdentity] = frozenset()
         self._closing = False
@@ -102,6 +104,20 @@ class Replicator:
         """Delete these generations from this rank's memory, and their copies from its holder's."""
         gone = frozenset(generations)
         self._request(lambda: self._retire(gone))
+
+    def step_took(self, seconds: float) -> None:
+        """Adapt the rate of copies to the duration of a step; see ``pace``."""
+        is_sending, was_sending = bool(self._waiting), self._was_sending
+        self._was_sending = is_sending
+        # A step in which a copy began or ended tells nothing about either.
+        if is_sending == was_sending and self._pace.step_took(seconds, during_copy=is_sending):
+            rate = self._pace.rate
+            self._request(lambda: self._command("limit", rate=rate))
+
+    @property
+    def rate(self) -> int | None:
+        """Bytes in a second that copies are limited to; None if they are not."""
+        return self._pace.rate
 
     def held(self) -> frozenset[Generation]:
         """The generations of which this rank's holder has a verified copy."""
@@ -217,6 +233,7 @@ class Replicator:
             self._report(f"{what} and cannot be started again: {error}")
             return
         self._report(f"{what} and was restarted")
+        self._command("limit", rate=self._pace.rate)
         if self._connected is not None:
             self._command("connect", **self._connected)
         if self._newest is not None and self._newest.exists():

@@ -18,6 +18,7 @@ import zmq
 
 from torchscout.checkpoint.generation import Generation
 from torchscout.checkpoint.replication import messages as wire
+from torchscout.checkpoint.replication.pace import SLOWEST, RateLimit
 from torchscout.checkpoint.replication.streams import OutgoingStream, Secret
 from torchscout.checkpoint.storage import shards
 from torchscout.checkpoint.storage.shard_format import ShardIdentity
@@ -31,7 +32,7 @@ _ATTEMPTS = 3
 """Refusals of one shard before it is given up; a timeout is not a refusal."""
 _VERIFIED_PER_SECOND = 1 << 30
 """The minimum rate, in bytes, at which a holder verifies."""
-_COPIED_PER_SECOND = 64 << 20
+_COPIED_PER_SECOND = SLOWEST // 2
 """The rate, in bytes, below which a copy is reported as slow."""
 _RETIRED_AT_ONCE = 500
 _REASON_SECONDS = 1.0
@@ -93,6 +94,7 @@ class ReplicaSender:
         self.held: frozenset[Generation] = frozenset()
         self.totals = Totals()
         """The copies that the holder has sealed."""
+        self.limit = RateLimit()
         self._open_socket, self._address, self._holder = open_socket, address, holder
         self._timeout, self._wake = timeout, wake
         self.socket = open_socket()
@@ -221,7 +223,7 @@ class ReplicaSender:
             opened = Secret.from_json(secret)
         except ValueError:
             return
-        copy.stream = OutgoingStream(self._address, opened, copy.file, copy.size, self._wake)
+        copy.stream = OutgoingStream(self._address, opened, copy.file, copy.size, self._wake, self.limit)
         copy.progressed = now
         copy.stream.start()
 

@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import NamedTuple
 
+from torchscout.checkpoint.replication.pace import RateLimit
 from torchscout.checkpoint.storage.shards import IncomingShard
 from torchscout.errors import ScoutError
 from torchscout.utils.aes_gcm import KEY_BYTES, TAG_BYTES, AesGcm
@@ -118,10 +119,17 @@ class OutgoingStream(Stream):
     """Sends a file."""
 
     def __init__(
-        self, address: Address, secret: Secret, file: int, size: int, over: Callable[[], None]
+        self,
+        address: Address,
+        secret: Secret,
+        file: int,
+        size: int,
+        over: Callable[[], None],
+        limit: RateLimit,
     ) -> None:
         """``file`` may be closed meanwhile."""
         super().__init__(over)
+        self._limit = limit
         self._address, self._secret, self._size = address, secret, size
         self._file = os.dup(file)
 
@@ -137,6 +145,7 @@ class OutgoingStream(Stream):
             cipher.encrypt(number, plain, size, sealed)
             self.moved += size  # before it is sent: the receiver may answer the last piece at once
             self._socket.sendall(memoryview(sealed)[: size + TAG_BYTES])
+            self._limit.sent(size)
         # Closing it while anything is unread, such as ZeroMQ's greeting, would discard what is on its way.
         self._socket.shutdown(socket.SHUT_WR)
         while self._socket.recv(4096):

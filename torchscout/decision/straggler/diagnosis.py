@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from bisect import bisect_left
 from collections import defaultdict, deque
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
@@ -46,8 +47,9 @@ class Baseline:
         return {
             record.layer
             for key, found in _by_work(records).items()
+            if (level := self._levels.get(key)) is not None
             for record in found
-            if key in self._levels and self._levels[key].would_confirm(record)
+            if level.would_confirm(record)
         }
 
     def observe(self, records: Sequence[EvidenceRecord]) -> list[Incident]:
@@ -250,12 +252,12 @@ class Stragglers:
 
         A rank that only waited for a core, or for a device that it shares, is fast the next time.
         """
-        computation = timings.computation()
+        computation = timings.computation
         return self._ranks.suspicious_layers(computation) | self._job.suspicious_layers(computation)
 
     def observe(self, timings: Timings) -> Slowness:
         """Add the times of one check."""
-        computation = timings.computation()
+        computation = timings.computation
         times, communication = timings.communication()
         records = [*computation, *communication]
         incidents = [
@@ -263,4 +265,10 @@ class Stragglers:
             *self._groups.observe(timings.step, times, communication),
             *self._job.observe(records),
         ]
-        return Slowness(incidents, [record for record in records if self._rank in record.peers])
+        return Slowness(incidents, [record for record in records if _has(record.peers, self._rank)])
+
+
+def _has(peers: Sequence[int], rank: int) -> bool:
+    """Whether a rank is among peers, which are ascending and may be thousands."""
+    place = bisect_left(peers, rank)
+    return place < len(peers) and peers[place] == rank

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from torchscout.config import StragglerConfig
@@ -23,8 +22,7 @@ from torchscout.utils.text import sentences
 __all__ = ["CollectiveTime", "GroupDiagnosis", "incident", "scope_of"]
 
 
-@dataclass(frozen=True, slots=True)
-class CollectiveTime:
+class CollectiveTime(NamedTuple):
     """How long one collective took on one process group."""
 
     axis: str
@@ -35,21 +33,22 @@ class CollectiveTime:
     shape: tuple[int, ...] = ()
     """The size of the work; only equal shapes are compared."""
 
-    def __post_init__(self) -> None:
-        if len(self.ranks) < 2 or list(self.ranks) != sorted(set(self.ranks)):
-            raise ValueError(
-                f"a {self.axis} group needs two or more ranks, unique and ascending, got {self.ranks}"
-            )
-        if not (math.isfinite(self.milliseconds) and self.milliseconds >= 0):
-            raise ValueError(f"{self.group}: {self.surface} took {self.milliseconds} ms")
-
-    @property
-    def group(self) -> Group:
-        return Group(self.axis, self.ranks)
-
 
 _MAX_DELAY = 4
 """Rounds that findings may wait until a group is confirmed or normal again."""
+
+
+_REST = 2
+"""Rounds that a reported group may be normal without being reported again."""
+
+
+class _Reported(NamedTuple):
+    """A part of a finding that was reported."""
+
+    groups: tuple[Group, ...]
+    """The slow groups of that finding."""
+    rounds: int = 0
+    """Rounds that measured any of them since one was last slow."""
 
 
 class _Kind(NamedTuple):
@@ -71,7 +70,7 @@ class GroupDiagnosis:
         self._known: dict[_Kind, dict[Group, int]] = defaultdict(dict)
         """Every group compared so far, with its index, which ``Persistence`` uses as a rank."""
         self._records: dict[Surface, tuple[EvidenceRecord, ...]] = {}
-        self._reported: set[tuple[object, ...]] = set()
+        self._reported: dict[tuple[object, ...], _Reported] = {}
         self._placements: dict[tuple[int, ...], tuple[int, ...]] = {}
         """Members per machine, by the ranks of a group."""
         self._delayed = 0
@@ -82,8 +81,9 @@ class GroupDiagnosis:
     ) -> list[Incident]:
         """Add the times of one round, without cold ones, and at least one record for each of their surfaces.
 
-        A finding is reported once, and again if it grows or comes back. Raises ``ValueError`` for a surface
-        without a record, and for a group that is timed twice or is not in the mesh.
+        A finding is reported once, and again if it grows, or comes back after some normal rounds. Raises
+        ``ValueError`` for a surface without a record, for a group that is timed twice or is not in the mesh,
+        and for a time that is not finite.
         """
         kinds = self._corresponding(times)
         proof = {surface: tuple(r for r in records if r.surface == surface) for _, surface, _, _ in kinds}
@@ -96,24 +96,51 @@ class GroupDiagnosis:
         if 0 < self._delayed <= _MAX_DELAY:
             return []
         findings = self._findings()
-        new = [finding for finding in findings if not _subjects(finding) <= self._reported]
-        self._reported = {subject for finding in findings for subject in _subjects(finding)}
+        new = [finding for finding in findings if not _subjects(finding) <= self._reported.keys()]
+        self._rest(kinds)
+        for finding in findings:
+            self._reported |= dict.fromkeys(_subjects(finding), _Reported(finding.groups))
         return [incident(finding, step, self._proof(finding)) for finding in new]
 
+    def _rest(self, kinds: Mapping[_Kind, Mapping[Group, float]]) -> None:
+        """Forget what was normal for some rounds: what is hardly slow has a normal round now and then."""
+        for subject, (groups, rounds) in list(self._reported.items()):
+            measured = [(kind, group) for kind in kinds for group in groups if group in kinds[kind]]
+            if any(self._is_behind(*each) for each in measured):
+                self._reported[subject] = _Reported(groups)
+            elif measured and rounds == _REST:
+                del self._reported[subject]
+            elif measured:
+                self._reported[subject] = _Reported(groups, rounds + 1)
+
+    def _is_behind(self, kind: _Kind, group: Group) -> bool:
+        return kind in self._rounds and self._known[kind].get(group) in self._rounds[kind].behind
+
     def _corresponding(self, times: Iterable[CollectiveTime]) -> dict[_Kind, dict[Group, float]]:
-        kinds: dict[_Kind, dict[Group, float]] = defaultdict(dict)
-        for time in times:
-            if time.ranks[0] < 0 or time.ranks[-1] >= len(self._mesh):
-                raise ValueError(f"{time.group} is not in a mesh of {len(self._mesh)} ranks")
-            placement = self._placements.get(time.ranks)
-            if placement is None:
-                placement = tuple(sorted(Counter(map(self._mesh.host_of, time.ranks)).values()))
-                self._placements[time.ranks] = placement
-            members = kinds[_Kind(time.axis, time.surface, time.shape, placement)]
-            if time.group in members:
-                raise ValueError(f"{time.group}: {time.surface} was timed twice in one round")
-            members[time.group] = time.milliseconds
-        return kinds
+        kinds: dict[tuple[object, ...], dict[Group, float]] = defaultdict(dict)
+        for axis, ranks, surface, milliseconds, shape in times:
+            group = Group(axis, ranks)
+            placement = self._placements.get(ranks) or self._placement(group)
+            if not 0 <= milliseconds < math.inf:
+                raise ValueError(f"{group}: {surface} took {milliseconds} ms")
+            members = kinds[axis, surface, shape, placement]
+            if group in members:
+                raise ValueError(f"{group}: {surface} was timed twice in one round")
+            members[group] = milliseconds
+        return {_Kind(*kind): members for kind, members in kinds.items()}  # type: ignore[arg-type]
+
+    def _placement(self, group: Group) -> tuple[int, ...]:
+        """Return the members per machine of a new group."""
+        ranks = group.ranks
+        if len(ranks) < 2 or list(ranks) != sorted(set(ranks)):
+            raise ValueError(
+                f"a {group.axis} group needs two or more ranks, unique and ascending, got {ranks}"
+            )
+        if ranks[0] < 0 or ranks[-1] >= len(self._mesh):
+            raise ValueError(f"{group} is not in a mesh of {len(self._mesh)} ranks")
+        placement = tuple(sorted(Counter(map(self._mesh.host_of, ranks)).values()))
+        self._placements[ranks] = placement
+        return placement
 
     def _compare(self, step: int, kind: _Kind, members: Mapping[Group, float]) -> None:
         known = self._known[kind]

@@ -11,17 +11,21 @@ import math
 import statistics
 from collections import deque
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from torchscout.decision.consensus import Status, robust_scale
+from torchscout.decision.consensus import MANY, Status, dispersion_of, robust_scale
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    import numpy.typing as npt
+
     from torchscout.config import StragglerConfig
-    from torchscout.decision.consensus import Verdict
+    from torchscout.decision.consensus import Dispersion
     from torchscout.decision.record import EvidenceRecord
 
 __all__ = ["Persistence", "SlowRun", "Times"]
@@ -66,15 +70,26 @@ class Spread(NamedTuple):
         return self.scale_without_slowest if rank == self.slowest else self.scale
 
 
-@dataclass(frozen=True, slots=True)
 class Times:
-    """The usable durations of one comparison, in milliseconds."""
+    """The usable durations of one comparison, in milliseconds: an array, since a large job has many."""
 
-    of_rank: dict[int, float]
-    """Finite times only."""
-    reference: float
-    """The median of the peers; of two peers, the faster one."""
-    spread: Spread
+    def __init__(
+        self,
+        ranks: npt.NDArray[np.int64],
+        times: npt.NDArray[np.float64],
+        dispersion: Dispersion | None = None,
+    ) -> None:
+        """``times`` are those of ``ranks``: at least two, finite and positive."""
+        self._ranks, self._times = ranks, times
+        slowest = int(times.argmax())
+        center, scale = dispersion or dispersion_of(times)
+        self.reference = float(times.min()) if len(times) == 2 else center
+        """The median of the peers; of two peers, the faster one."""
+        without_slowest = scale
+        if 2 < len(times) < MANY:  # one of many does not change it
+            without_slowest = robust_scale(np.delete(times, slowest))
+        self.spread = Spread(int(ranks[slowest]), scale / self.reference, without_slowest / self.reference)
+        self._longest = float(times[slowest])
 
     @classmethod
     def of(cls, record: EvidenceRecord) -> Times | None:
@@ -83,46 +98,54 @@ class Times:
             return None
         if (known := _recent.get(id(record))) is not None and known[0] is record:
             return known[1]
-        found = cls._of(record, record.verdict)
-        if len(_recent) >= _MOST_RECENT:
+        return cls.remember(record, np.array(record.peers), np.array(record.verdict.evidence, np.float64))
+
+    @classmethod
+    def remember(
+        cls,
+        record: EvidenceRecord,
+        ranks: npt.NDArray[np.int64],
+        values: npt.NDArray[np.float64],
+        dispersion: Dispersion | None = None,
+    ) -> Times | None:
+        """The same for a record of which peers and evidence are known as arrays, and perhaps the dispersion
+        of the evidence."""
+        assert record.verdict is not None
+        usable = np.isfinite(values) & (values > 0)
+        if not usable.all():
+            ranks, values, dispersion = ranks[usable], values[usable], None
+        # Two peers that disagree are usable; in any other inconclusive round most peers were not timed.
+        is_unsettled = record.verdict.status is Status.INCONCLUSIVE and len(values) != 2
+        found = None if len(values) < 2 or is_unsettled else cls(ranks, values, dispersion)
+        earlier = next((each.step for each, _ in _recent.values()), record.step)
+        if len(_recent) >= _MOST_RECENT or earlier != record.step:
             _recent.clear()
         _recent[id(record)] = record, found
         return found
 
-    @classmethod
-    def _of(cls, record: EvidenceRecord, verdict: Verdict) -> Times | None:
-        values = np.array(verdict.evidence, np.float64)
-        usable = np.isfinite(values) & (values > 0)
-        times, ranks = values[usable], np.array(record.peers)[usable]
-        # Two peers that disagree are usable; in any other inconclusive round most peers were not timed.
-        pair, unsettled = len(times) == 2, verdict.status is Status.INCONCLUSIVE
-        if len(times) < 2 or (unsettled and not pair):
-            return None
-        slowest = int(times.argmax())
-        reference = float(times.min() if pair else np.median(times))
-        spread = Spread(
-            slowest=int(ranks[slowest]),
-            scale=robust_scale(times) / reference,
-            scale_without_slowest=robust_scale(times if pair else np.delete(times, slowest)) / reference,
-        )
-        return cls(dict(zip(ranks.tolist(), times.tolist(), strict=True)), reference, spread)
+    def __len__(self) -> int:
+        """How many peers were timed."""
+        return len(self._times)
 
-    def slower(self, config: StragglerConfig) -> list[int]:
-        """Ranks that are materially slower than the reference."""
+    @cached_property
+    def of_rank(self) -> dict[int, float]:
+        """The time of each rank."""
+        return dict(zip(self._ranks.tolist(), self._times.tolist(), strict=True))
+
+    def slower(self, config: StragglerConfig) -> dict[int, float]:
+        """Return the ranks that are materially slower than the reference, and by how much, relative to it."""
         floor = max(config.min_slowdown_ratio * self.reference, self.reference + config.min_slowdown_ms)
-        if self.of_rank[self.spread.slowest] < floor:
-            return []
-        return [rank for rank, time in self.of_rank.items() if time >= floor]
-
-    def excess(self, rank: int) -> float:
-        """How much slower than the reference, relative to it."""
-        return self.of_rank[rank] / self.reference - 1
+        if self._longest < floor:
+            return {}
+        is_slow = self._times >= floor
+        excess = self._times[is_slow] / self.reference - 1
+        return dict(zip(self._ranks[is_slow].tolist(), excess.tolist(), strict=True))
 
 
 _recent: dict[int, tuple[EvidenceRecord, Times | None]] = {}
-"""The times of records by identity: several diagnoses ask for those of one record, which has many in a large
-job."""
-_MOST_RECENT = 64
+"""The times of one check's records by identity: several diagnoses ask for those of one record, which has many
+in a large job."""
+_MOST_RECENT = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +194,11 @@ class Persistence:
         return {rank for rank, run in self._runs.items() if run.reported}
 
     @property
+    def behind(self) -> set[int]:
+        """Ranks that were materially slower than their peers when they were last measured."""
+        return {*self._runs}
+
+    @property
     def unconfirmed(self) -> set[int]:
         """Ranks that were slow, but not often enough to exclude chance."""
         return {rank for rank, run in self._runs.items() if run.begun and not run.reported}
@@ -184,7 +212,7 @@ class Persistence:
             run = self._runs.get(rank)
             rounds = [excess, *(each for each, _ in run.rounds)] if run is not None else [excess]
             limit = self._limit(rank, times.spread)
-            is_often = sum(each > limit for each in rounds) >= self._needed(rank, len(times.of_rank))
+            is_often = sum(each > limit for each in rounds) >= self._needed(rank, len(times))
             if is_often and not (run is not None and run.reported):
                 found.add(rank)
         return found
@@ -199,13 +227,15 @@ class Persistence:
             return []
         self._spreads.extend(times.spread for record, times in timed if not _unsettled(record))
         behind = self._behind(timed)
-        measured = set[int]().union(*(times.of_rank for _, times in timed))
-        for rank in self._runs.keys() & (measured - behind.keys()):
-            del self._runs[rank]
+        for rank in self._runs.keys() - behind.keys():
+            if any(rank in times.of_rank for _, times in timed):
+                del self._runs[rank]
+        several = chain.from_iterable(times.of_rank for _, times in timed)
+        measured = len(timed[0][1]) if len(timed) == 1 else len({*several})
         slow = {rank: self._slow_rounds(rank, *behind[rank]) for rank in sorted(behind)}
         begun = tuple(rank for rank, proof in slow.items() if proof and self._begins(rank))
-        self._rounds.append(_Round(len(measured), begun))
-        return [run for rank, proof in slow.items() if (run := self._confirm(rank, proof, len(measured)))]
+        self._rounds.append(_Round(measured, begun))
+        return [run for rank, proof in slow.items() if (run := self._confirm(rank, proof, measured))]
 
     def _behind(
         self, timed: Sequence[tuple[EvidenceRecord, Times]]
@@ -213,9 +243,9 @@ class Persistence:
         """Return every rank that is materially slower, with its largest excess."""
         behind: dict[int, tuple[float, EvidenceRecord]] = {}
         for record, times in timed:
-            for rank in times.slower(self._config):
-                if rank not in behind or behind[rank][0] < times.excess(rank):
-                    behind[rank] = times.excess(rank), record
+            for rank, excess in times.slower(self._config).items():
+                if rank not in behind or behind[rank][0] < excess:
+                    behind[rank] = excess, record
         return behind
 
     def _slow_rounds(self, rank: int, excess: float, record: EvidenceRecord) -> list[EvidenceRecord]:

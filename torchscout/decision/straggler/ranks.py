@@ -72,7 +72,7 @@ class RankStragglers:
         rounds = "1 round" if len(runs[0].records) == 1 else f"{len(runs[0].records)} rounds"
         pace = (
             f"at step {step}: {times.of_rank[rank]:.1f} ms against {times.reference:.1f} ms among "
-            f"{len(times.of_rank)} peers, slow in {rounds} since step {since}"
+            f"{len(times)} peers, slow in {rounds} since step {since}"
         )
 
         def describe(who: str, is_named: bool) -> str:

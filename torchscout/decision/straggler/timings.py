@@ -7,7 +7,9 @@ process group, and counts for each of its members.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
+from itertools import pairwise, repeat
 from typing import NamedTuple
 
 import numpy as np
@@ -18,6 +20,7 @@ from torchscout.decision import consensus
 from torchscout.decision.record import EvidenceRecord, Manifestation, Surface
 from torchscout.decision.straggler.groups import CollectiveTime
 from torchscout.decision.straggler.measured import Table
+from torchscout.decision.straggler.persistence import Times
 from torchscout.mesh import LayerKind, Mesh, PeerGroup
 
 __all__ = ["Timings"]
@@ -39,8 +42,9 @@ class Timings:
         self.step, self._mesh, self._config, self._tables = step, mesh, config, tables
         self._peers: dict[tuple[LayerKind, bool, int], tuple[PeerGroup, _Ranks]] = {}
 
+    @cached_property
     def computation(self) -> list[EvidenceRecord]:
-        """Compare the times that ranks spent by themselves."""
+        """Comparisons of the times that ranks spent by themselves."""
         # By layer, because a check may replay one surface several times: experts at several shapes.
         size = len(self._mesh)
         found: dict[tuple[Surface, str, tuple[int, ...]], _ByRank] = {}
@@ -59,34 +63,30 @@ class Timings:
     def communication(self) -> tuple[list[CollectiveTime], list[EvidenceRecord]]:
         """Return the time of each process group, and comparisons of its members with their peers."""
         times: list[CollectiveTime] = []
-        slowest: dict[Surface, _Slowest] = defaultdict(lambda: _Slowest(len(self._mesh)))
-        for key, laps in self._laps().items():
-            if (total := laps.total(key.size)) is None:
-                continue
-            ranks, shape = laps.ranks(), (key.elements,)
-            times.append(CollectiveTime(key.axis, tuple(ranks.tolist()), key.surface, total, shape))
-            slowest[key.surface].put_group(ranks, total, laps.layer, key.elements)
+        measured: dict[Surface, list[_Groups]] = defaultdict(list)
+        for (surface, axis), laps in self._laps().items():
+            groups = _Groups.of(laps)
+            measured[surface].append(groups)
+            times += groups.times(surface, axis)
         records = [
             record
-            for surface, each in slowest.items()
-            for elements, values in each.by_elements()
+            for surface, groups in measured.items()
+            for elements, values in _slowest(groups, len(self._mesh))
             for record in self._compared(surface, (elements,), values)
         ]
         compared = {record.surface for record in records}
         return [each for each in times if each.surface in compared], records
 
-    def _laps(self) -> dict[_GroupKey, _Laps]:
-        """Return the collectives of each process group."""
-        found: dict[_GroupKey, _Laps] = {}
+    def _laps(self) -> dict[tuple[Surface, str], list[_Laps]]:
+        """Return the collectives of the process groups along each axis."""
+        found: dict[tuple[Surface, str], list[_Laps]] = defaultdict(list)
         for table in self._tables:
             for work in table.work:
                 for lap in work.laps:
-                    identities, milliseconds = lap.identity(table.values), lap.milliseconds(table.values)
-                    for rows in _alike(identities):
-                        identity = identities[rows[0]].tolist()
-                        key = _GroupKey(_named(lap.surface, lap.axis), lap.axis, *identity)
-                        laps = found.setdefault(key, _Laps(work.layer))
-                        laps.put(table.ranks[rows], milliseconds[rows])
+                    laps = _Laps(
+                        work.layer, table.ranks, lap.identity(table.values), lap.milliseconds(table.values)
+                    )
+                    found[_named(lap.surface, lap.axis), lap.axis].append(laps)
         return found
 
     def _compared(
@@ -101,23 +101,31 @@ class Timings:
             rank += int(left[rank:].argmax())
             peers, members = self._peers_of(rank, role, is_update)
             # A rank that could not replay has no times, and other sizes are other work.
-            having = values.is_there[members]
-            ranks = peers.ranks if having.all() else tuple(members[having].tolist())
             left[members] = False
+            ranks, having = peers.ranks, values.is_there[members]
+            if not having.all():
+                members = members[having]
+                ranks = tuple(members.tolist())
             if len(ranks) >= 2:
-                yield EvidenceRecord(
+                times = values.milliseconds[members]
+                is_large = len(times) >= consensus.MANY and np.isfinite(times).all()
+                dispersion = consensus.dispersion_of(times) if is_large else None
+                record = EvidenceRecord(
                     step=self.step,
                     surface=surface,
                     manifestation=Manifestation.STRAGGLER,
                     peers=ranks,
                     verdict=consensus.statistical(
-                        values.milliseconds[members[having]],
+                        times,
                         kappa=self._config.kappa,
                         ratio=self._config.min_slowdown_ratio,
+                        dispersion=dispersion,
                     ),
                     layer=values.layers[rank] or None,
                     shape=shape,
                 )
+                Times.remember(record, members, times, dispersion)
+                yield record
 
     def _peers_of(self, rank: int, role: LayerKind, is_update: bool) -> tuple[PeerGroup, _Ranks]:
         key = (role, is_update, rank)
@@ -128,19 +136,10 @@ class Timings:
         return self._peers[key]
 
 
-class _GroupKey(NamedTuple):
-    surface: Surface
-    axis: str
-    first: int
-    last: int
-    size: int
-    elements: int
-
-
 class _ByRank:
     """One time for each rank that has one."""
 
-    def __init__(self, size: int, layers: list[str]) -> None:
+    def __init__(self, size: int, layers: Sequence[str] | npt.NDArray[np.object_]) -> None:
         """``layers`` has each rank's."""
         self.layers = layers
         self.milliseconds: _Times = np.zeros(size)
@@ -150,66 +149,108 @@ class _ByRank:
         self.milliseconds[ranks], self.is_there[ranks] = milliseconds, True
 
 
-class _Slowest(_ByRank):
-    """For each rank the slowest of several groups, such as those with two neighbours in a pipeline."""
+class _Laps(NamedTuple):
+    """The collectives of one kind in one replay, as ranks timed them on their process groups."""
 
-    def __init__(self, size: int) -> None:
-        super().__init__(size, [""] * size)
-        self.elements = np.zeros(size, np.int64)
-
-    def put_group(self, ranks: _Ranks, milliseconds: float, layer: str, elements: int) -> None:
-        """Add a group that took this time for so many elements in a layer."""
-        slower = ranks[~self.is_there[ranks] | (self.milliseconds[ranks] < milliseconds)]
-        self.put(slower, np.full(len(slower), milliseconds))
-        self.elements[slower] = elements
-        for rank in slower.tolist():
-            self.layers[rank] = layer
-
-    def by_elements(self) -> Iterator[tuple[int, _ByRank]]:
-        for elements in dict.fromkeys(self.elements[self.is_there].tolist()):
-            values = _ByRank(len(self.elements), self.layers)
-            ranks = np.flatnonzero(self.is_there & (self.elements == elements))
-            values.put(ranks, self.milliseconds[ranks])
-            yield elements, values
+    layer: str
+    ranks: _Ranks
+    identities: npt.NDArray[np.int64]
+    """First and last member, size and elements, for each rank."""
+    milliseconds: _Times
+    """Of each call, for each rank."""
 
 
-class _Laps:
-    """The collectives of one process group, as its members timed them."""
+class _Groups(NamedTuple):
+    """Process groups of which every member sent its times, in columns."""
 
-    def __init__(self, layer: str) -> None:
-        self.layer = layer
-        self._parts: list[tuple[_Ranks, _Times]] = []
+    members: _Ranks
+    """Those of one group after the other, ascending in each."""
+    starts: npt.NDArray[np.int64]
+    """Where each group starts in ``members``; the last one is the end."""
+    totals: _Times
+    """The time of each group's transfers, without waiting."""
+    elements: npt.NDArray[np.int64]
+    layers: npt.NDArray[np.object_]
 
-    def put(self, ranks: _Ranks, milliseconds: _Times) -> None:
-        """Add members; those of a later replay replace those of an earlier one."""
-        kept = [
-            (members[keep], times[keep])
-            for members, times in self._parts
-            if (keep := ~np.isin(members, ranks)).any()
-        ]
-        self._parts = [*kept, (ranks, milliseconds)]
+    @classmethod
+    def of(cls, laps: Sequence[_Laps]) -> _Groups:
+        """Groups are in the order of the replays that timed them first."""
+        part = np.repeat(np.arange(len(laps)), [len(each.ranks) for each in laps])
+        ranks = np.concatenate([each.ranks for each in laps])
+        identities = np.concatenate([each.identities for each in laps])
+        calls = np.array([each.milliseconds.shape[1] for each in laps])[part]
+        times = np.zeros((len(ranks), calls.max(initial=0)))
+        for number, each in enumerate(laps):
+            times[part == number, : each.milliseconds.shape[1]] = each.milliseconds
+        order = _ordered(part, ranks, identities)
+        part, ranks, identities = part[order], ranks[order], identities[order]
+        begins = _changes(identities)
+        # The layer is that of the first replay, but the time of a rank is that of the last.
+        first_part = np.minimum.reduceat(part, np.flatnonzero(begins))
+        is_last = np.append((ranks[1:] != ranks[:-1]) | begins[1:], True)
+        group = (np.cumsum(begins) - 1)[is_last]
+        ranks, times, calls = ranks[is_last], times[order][is_last], calls[order][is_last]
+        starts = np.flatnonzero(np.append(True, group[1:] != group[:-1]))
+        identities = identities[begins]
+        counts = np.diff(np.append(starts, len(ranks)))
+        same = np.minimum.reduceat(calls, starts) == np.maximum.reduceat(calls, starts)
+        # The member that enters last does not wait, and it may be another one each time.
+        totals = np.minimum.reduceat(times, starts, axis=0).sum(axis=1)
+        kept = np.flatnonzero((counts == identities[:, 2]) & same)
+        kept = kept[np.argsort(first_part[kept], kind="stable")]
+        new_starts = np.append(0, np.cumsum(counts[kept]))
+        places = np.repeat(starts[kept] - new_starts[:-1], counts[kept]) + np.arange(new_starts[-1])
+        return cls(
+            ranks[places],
+            new_starts,
+            totals[kept],
+            identities[kept, 3],
+            np.array([each.layer for each in laps], np.object_)[first_part[kept]],
+        )
 
-    def ranks(self) -> _Ranks:
-        return np.sort(np.concatenate([ranks for ranks, _ in self._parts]))
-
-    def total(self, size: int) -> float | None:
-        """Return the time of the transfers, without waiting; None unless all members sent theirs.
-
-        The member that enters last does not wait, and it may be another one each time.
-        """
-        calls = {times.shape[1] for _, times in self._parts}
-        if sum(len(ranks) for ranks, _ in self._parts) != size or len(calls) != 1:
-            return None
-        return sum(np.min([times.min(axis=0) for _, times in self._parts], axis=0).tolist(), 0.0)
+    def times(self, surface: Surface, axis: str) -> Iterator[CollectiveTime]:
+        members, sizes = self.members.tolist(), {*np.diff(self.starts).tolist()}
+        groups: Iterable[tuple[int, ...]]
+        if len(sizes) == 1:  # as usual, and faster
+            groups = zip(*[iter(members)] * sizes.pop(), strict=True)
+        else:
+            groups = (tuple(members[begin:end]) for begin, end in pairwise(self.starts.tolist()))
+        shapes = zip(self.elements.tolist(), strict=True)
+        return map(CollectiveTime, repeat(axis), groups, repeat(surface), self.totals.tolist(), shapes)
 
 
-def _alike(rows: npt.NDArray[np.int64]) -> list[npt.NDArray[np.int64]]:
-    """Return the numbers of equal rows, ascending."""
-    if (rows == rows[0]).all():
-        return [np.arange(len(rows))]
-    order = np.lexsort(rows.T[::-1])
-    ordered = rows[order]
-    return np.split(order, np.flatnonzero((ordered[1:] != ordered[:-1]).any(axis=1)) + 1)
+def _slowest(parts: Sequence[_Groups], size: int) -> Iterator[tuple[int, _ByRank]]:
+    """Yield, for each size of work, the time of every rank: the slowest of its groups, such as those with two
+    neighbours in a pipeline."""
+    counts = [np.diff(each.starts) for each in parts]
+    ranks = np.concatenate([each.members for each in parts])
+    times, elements, layers = (
+        np.concatenate([np.repeat(column, count) for column, count in zip(columns, counts, strict=True)])
+        for columns in zip(*((each.totals, each.elements, each.layers) for each in parts), strict=True)
+    )
+    order = np.arange(len(ranks))
+    if len(ranks) and np.bincount(ranks).max() > 1:
+        order = np.lexsort((-times, ranks))
+        order = order[_changes(ranks[order])]
+    of_rank = np.full(size, "", np.object_)
+    of_rank[ranks[order]] = layers[order]
+    for each in dict.fromkeys(elements[order].tolist()):
+        chosen = order[elements[order] == each]
+        values = _ByRank(size, of_rank)
+        values.put(ranks[chosen], times[chosen])
+        yield each, values
+
+
+def _ordered(part: _Ranks, ranks: _Ranks, identities: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Return the order by identity, then rank, then part. Keys that are equal everywhere cost time only."""
+    keys = [part, ranks, *identities.T[::-1]]
+    return np.lexsort([key for key in keys if key is ranks or (key != key[0]).any()])
+
+
+def _changes(rows: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+    """Return whether each row, or number, differs from the one before it; the first does."""
+    differs = rows[1:] != rows[:-1]
+    return np.append(np.ones(min(1, len(rows)), bool), differs if rows.ndim == 1 else differs.any(axis=1))
 
 
 def _is_of_experts(surface: Surface) -> bool:
