@@ -47,9 +47,9 @@ from torchscout.decision.progress import CommGroup, Phase
 from torchscout.decision.recorder import Stamped
 from torchscout.mesh import Mesh
 from torchscout.observer.monitor import ObserverHandle, launch
-from torchscout.observer.protocol import Client
 from torchscout.observer.record.writer import ProgressWriter
-from torchscout.observer.round_client import RoundClient
+from torchscout.observer.rounds.client import RoundClient
+from torchscout.observer.rounds.protocol import Client
 from torchscout.observer.spec import ObserverSpec, describe_mesh, hub_ranks
 from torchscout.observer.trainer import TrainerView
 

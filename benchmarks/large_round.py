@@ -15,12 +15,12 @@ from typing import Any
 
 from torchscout.decision.progress import CommGroup, IssuedOp, Phase, Process, Progress, RankStatus
 from torchscout.mesh import Mesh
-from torchscout.observer.post import Post
-from torchscout.observer.post_writer import post_of
-from torchscout.observer.rank_report import RankReport
 from torchscout.observer.record.layout import RECENT
-from torchscout.observer.round_diagnosis import conclude
-from torchscout.observer.round_reports import Reports
+from torchscout.observer.rounds.diagnosis import conclude
+from torchscout.observer.rounds.post import Post
+from torchscout.observer.rounds.post_writer import post_of
+from torchscout.observer.rounds.rank_report import RankReport
+from torchscout.observer.rounds.reports import Reports
 
 TENSOR = 8
 STEP = 40

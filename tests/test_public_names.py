@@ -45,13 +45,13 @@ TORCH_FREE = [
     "torchscout.mesh",
     "torchscout.config",
     "torchscout.observer.process",
-    "torchscout.observer.round_diagnosis",
+    "torchscout.observer.rounds.diagnosis",
     "torchscout.cli.main",
-    "torchscout.checkpoint.ledger",
+    "torchscout.checkpoint.trust.ledger",
     "torchscout.checkpoint.storage.lock",
     "torchscout.checkpoint.storage.retention",
     "torchscout.checkpoint.storage.shards",
-    "torchscout.checkpoint.selection",
+    "torchscout.checkpoint.trust.selection",
     *(f"torchscout.decision.{name}" for name in sorted(DECISION - WITH_TORCH)),
 ]
 

@@ -51,15 +51,15 @@ from torchscout.observer.phase_hooks import mark_phases
 from torchscout.observer.record.directory import RankEntry, news_of
 from torchscout.session.announcement import ALONE, announce
 from torchscout.session.boundary import Boundary
-from torchscout.session.certifier import CertifiedSteps, Certifier
-from torchscout.session.coverage import NO_CATALOG, RecipeCycle, shapes_in
+from torchscout.session.checkpoints.certifier import CertifiedSteps, Certifier
 from torchscout.session.ending import add_run
 from torchscout.session.incident_callback import IncidentCallback
 from torchscout.session.off import Off, is_off
-from torchscout.session.pace import EXPERTS
 from torchscout.session.recovery import Recovery
-from torchscout.session.replay_driver import ReplayDriver, ReplayParts
-from torchscout.session.replay_recovery import RecoveringReplay
+from torchscout.session.replay.coverage import NO_CATALOG, RecipeCycle, shapes_in
+from torchscout.session.replay.driver import ReplayDriver, ReplayParts
+from torchscout.session.replay.pace import EXPERTS
+from torchscout.session.replay.recovery import RecoveringReplay
 from torchscout.session.session import Parts, Session
 from torchscout.utils._torch import missing_names
 from torchscout.utils.cuda_graphs import before_replays, is_capturing
@@ -70,7 +70,7 @@ from torchscout.utils.reentrancy import in_own_work
 from torchscout.utils.text import listed
 
 if TYPE_CHECKING:
-    from torchscout.session.checkpoint_manager import CheckpointManager
+    from torchscout.session.checkpoints.manager import CheckpointManager
 
 __all__ = ["enable_resiliency", "is_attached", "make_replaceable"]
 
@@ -232,7 +232,7 @@ def _directory(run_dir: Path) -> str | None:
 def _checkpoints(base: _Base, config: CheckpointConfig, undo: ExitStack) -> CheckpointManager:
     """Open the checkpoints. What the user must change (folder, budget) is a ``ScoutError`` on every rank."""
     from torchscout.checkpoint.state.training_state import StateParts
-    from torchscout.session.checkpoint_manager import CheckpointManager  # imports ZeroMQ
+    from torchscout.session.checkpoints.manager import CheckpointManager  # imports ZeroMQ
 
     adapter, job = base.adapter, base.job
     model, optimizers = adapter.model, adapter.optimizers()

@@ -24,8 +24,8 @@ from typing import Any, NamedTuple
 import torch
 
 from checkpoint_parts.job import Figures, Job, identity, in_memory, made, ms, not_measured, synchronize
-from torchscout.checkpoint.generation import TrustLevel
 from torchscout.checkpoint.snapshot.snapshots import Snapshots
+from torchscout.checkpoint.trust.generation import TrustLevel
 
 __all__ = ["replicate"]
 

@@ -27,8 +27,8 @@ from torchscout.replay.capture.hooks import CallCapture
 from torchscout.replay.recipe import Observation
 from torchscout.replay.recipes import optimizer, process_groups, replicated_state
 from torchscout.replay.recipes.layer import LayerReplay
-from torchscout.session.replay_driver import ReplayDriver
-from torchscout.session.time_comparison import TimeComparison
+from torchscout.session.replay.driver import ReplayDriver
+from torchscout.session.replay.time_comparison import TimeComparison
 from training_parts.job import Job
 from training_parts.ledger import Ledger, Patches
 

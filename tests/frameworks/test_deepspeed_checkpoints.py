@@ -20,7 +20,7 @@ from tests.support.deepspeed_layouts import (
     weight,
 )
 from tests.support.ranks import LiveRanks, RankError, run_ranks
-from torchscout.checkpoint.selection import SweepResult
+from torchscout.checkpoint.trust.selection import SweepResult
 from torchscout.faults.plan import FaultPlan
 
 __all__ = ["answering"]

@@ -16,19 +16,19 @@ import pytest
 from tests.support.mutation import bytes_mutant, document_mutant, text_mutant, tried
 from tests.unit.test_gate import train
 from tests.unit.test_record import AGREEMENTS, EVIDENCE, INCIDENT, NOT_CHECKED, RESOLVED, TIMES
-from torchscout.checkpoint import ledger
-from torchscout.checkpoint.gate_state import CheckpointGate
-from torchscout.checkpoint.generation import Generation, TrustLevel
 from torchscout.checkpoint.storage.owner import Owner, refusal
 from torchscout.checkpoint.storage.shard_format import Blob, ShardIdentity, decode, encode
+from torchscout.checkpoint.trust import ledger
+from torchscout.checkpoint.trust.gate_state import CheckpointGate
+from torchscout.checkpoint.trust.generation import Generation, TrustLevel
 from torchscout.config import ObserverConfig, ReplayConfig, StragglerConfig
 from torchscout.decision.progress import CommGroup, Phase
 from torchscout.decision.recorder import JsonlRecorder, read
 from torchscout.errors import CheckpointError, TornRecordError
-from torchscout.observer import protocol
 from torchscout.observer.record.directory import End, RankEntry, read_ends, read_roster
 from torchscout.observer.record.reader import ProgressReader
 from torchscout.observer.record.writer import ProgressWriter
+from torchscout.observer.rounds import protocol
 from torchscout.report.standing import standing
 
 

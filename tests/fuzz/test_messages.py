@@ -30,14 +30,14 @@ from torchscout.config import ObserverConfig
 from torchscout.decision.progress import CommGroup, Phase
 from torchscout.decision.recorder import read
 from torchscout.mesh import Mesh
-from torchscout.observer import protocol
-from torchscout.observer.hub import Hub
-from torchscout.observer.post import HEADER, Post
-from torchscout.observer.post_writer import post_of
 from torchscout.observer.process import ObserverProcess
-from torchscout.observer.rank_report import RankReport
 from torchscout.observer.record.writer import ProgressWriter
-from torchscout.observer.reported_incidents import Finding
+from torchscout.observer.rounds import protocol
+from torchscout.observer.rounds.hub import Hub
+from torchscout.observer.rounds.post import HEADER, Post
+from torchscout.observer.rounds.post_writer import post_of
+from torchscout.observer.rounds.rank_report import RankReport
+from torchscout.observer.rounds.reported_incidents import Finding
 from torchscout.observer.spec import ObserverSpec, describe_mesh
 from torchscout.observer.trainer import TrainerView
 from torchscout.utils import network

@@ -28,13 +28,13 @@ from tests.support.checkpoint_folders import (
     rewrite,
 )
 from tests.unit.test_gate import train
-from torchscout.checkpoint import ledger
-from torchscout.checkpoint.gate import transition
-from torchscout.checkpoint.gate_state import Recovered
-from torchscout.checkpoint.generation import Generation
 from torchscout.checkpoint.storage import job_file, shards
 from torchscout.checkpoint.storage.lock import claim
 from torchscout.checkpoint.storage.shard_files import shard_files
+from torchscout.checkpoint.trust import ledger
+from torchscout.checkpoint.trust.gate import transition
+from torchscout.checkpoint.trust.gate_state import Recovered
+from torchscout.checkpoint.trust.generation import Generation
 from torchscout.cli.checkpoint.wording import ranks_in_words
 from torchscout.cli.main import app
 

@@ -14,7 +14,7 @@ import pytest
 
 from tests.support.checkpoint_jobs import KillPlan, Plan, Result, killed_from_outside, reached, train
 from tests.support.ranks import RankError, run_ranks
-from torchscout.checkpoint import ledger
+from torchscout.checkpoint.trust import ledger
 from torchscout.observer.record.directory import read_ends
 
 RANKS = 2

@@ -17,8 +17,8 @@ from tests.support.checkpoint_jobs import KillPlan, Plan, Result, killed_from_ou
 from tests.support.ranks import RankError, run_ranks
 from tests.support.small_job import until
 from tests.support.spread_checkpoints import outcomes
-from torchscout.checkpoint import ledger
 from torchscout.checkpoint.storage import shards
+from torchscout.checkpoint.trust import ledger
 from torchscout.faults.plan import FaultPlan
 from torchscout.faults.storage import can_fill_disks, on_a_small_disk, restore_folder
 from torchscout.report.standing import incidents_of

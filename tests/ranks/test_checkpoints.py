@@ -13,8 +13,8 @@ import pytest
 
 from tests.support.checkpoint_jobs import Plan, Result, reached, train
 from tests.support.ranks import RankError, run_ranks
-from torchscout.checkpoint.generation import TrustLevel
-from torchscout.checkpoint.selection import SweepResult
+from torchscout.checkpoint.trust.generation import TrustLevel
+from torchscout.checkpoint.trust.selection import SweepResult
 
 RANKS = {"ddp": 2, "fsdp": 2, "hsdp": 4, "tensor": 4, "distributed": 4, "pipeline": 4}
 

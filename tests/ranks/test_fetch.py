@@ -14,13 +14,13 @@ import torch.distributed as dist
 
 from tests.support.ranks import run_ranks
 from tests.support.replica_ranks import files, identity, seal
-from torchscout.checkpoint.generation import Generation
 from torchscout.checkpoint.replication.placement import replica_holders
 from torchscout.checkpoint.resume.fetch import fetch
 from torchscout.checkpoint.resume.plan import Listing
 from torchscout.checkpoint.resume.transfer import Links
 from torchscout.checkpoint.storage.inventory import Member, Tier, inventory
 from torchscout.checkpoint.storage.shards import inspect, path_of, verify
+from torchscout.checkpoint.trust.generation import Generation
 from torchscout.communicators import Communicators
 from torchscout.errors import ChannelError, CheckpointError, DamagedError
 

@@ -13,7 +13,7 @@ from tests.ranks.test_standby import own_address
 from tests.support.torchrun_agents import ROOT, installed, running_agents
 from torchscout.decision.record import Action, Manifestation
 from torchscout.decision.recorder import IncidentLog
-from torchscout.decision.restart_plan import RestartPlan
+from torchscout.decision.recovery.restart_plan import RestartPlan
 
 pytestmark = pytest.mark.slow
 STEPS = int(os.environ.get("SCOUT_SOAK", "2000"))

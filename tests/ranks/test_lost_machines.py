@@ -18,7 +18,7 @@ from tests.support.recovery_job import CULPRIT
 from tests.support.torchrun_agents import Agents, installed, running_agents
 from torchscout.decision.record import Action, Decision, Scope
 from torchscout.decision.recorder import IncidentLog
-from torchscout.decision.restart_plan import RestartPlan
+from torchscout.decision.recovery.restart_plan import RestartPlan
 
 pytestmark = pytest.mark.slow
 SECONDS = 200.0

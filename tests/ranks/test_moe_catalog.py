@@ -10,8 +10,8 @@ import pytest
 
 from tests.support.mixture_jobs import Outcome, Trial, train
 from tests.support.ranks import RankError, run_ranks
-from torchscout.checkpoint.generation import TrustLevel
-from torchscout.checkpoint.selection import SweepResult
+from torchscout.checkpoint.trust.generation import TrustLevel
+from torchscout.checkpoint.trust.selection import SweepResult
 from torchscout.config import ReplayConfig
 from torchscout.decision.record import Scope
 from torchscout.faults.plan import FaultPlan

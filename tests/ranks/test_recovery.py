@@ -14,7 +14,7 @@ import pytest
 from tests.support.recovery_job import CULPRIT, FAULTY_STEP
 from torchscout.decision.record import Action, Decision
 from torchscout.decision.recorder import IncidentLog
-from torchscout.decision.restart_plan import RestartPlan
+from torchscout.decision.recovery.restart_plan import RestartPlan
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]

@@ -14,9 +14,9 @@ import pytest
 from tests.support.hangs import incidents
 from tests.support.ranks import run_ranks
 from tests.support.replay_jobs import Job, bytes_of, records, steps_of
-from torchscout.checkpoint.certification import CheckVote
-from torchscout.checkpoint.gate_state import Outcome
-from torchscout.checkpoint.generation import TrustLevel
+from torchscout.checkpoint.trust.certification import CheckVote
+from torchscout.checkpoint.trust.gate_state import Outcome
+from torchscout.checkpoint.trust.generation import TrustLevel
 from torchscout.collectives.call import Call
 from torchscout.collectives.interceptor import Pending, listen
 from torchscout.communicators import Communicators
@@ -26,9 +26,9 @@ from torchscout.errors import ChannelError
 from torchscout.faults.injector import Injector
 from torchscout.faults.plan import FaultPlan
 from torchscout.replay import replayer
-from torchscout.session import replay_driver
-from torchscout.session.pace import PaceVote
-from torchscout.session.replay_recovery import ATTEMPTS
+from torchscout.session.replay import driver as replay_driver
+from torchscout.session.replay.pace import PaceVote
+from torchscout.session.replay.recovery import ATTEMPTS
 from torchscout.utils.reentrancy import in_own_work
 
 RANKS, LATE_RANK, FAULTY_STEP, STEPS = 3, 1, 3, 14

@@ -18,8 +18,8 @@ from tests.support.checkpoint_remains import History, newest_complete, whole
 from tests.support.machines import Machine, machines, why_impossible
 from tests.support.small_job import until
 from tests.support.spread_checkpoints import outcomes, spread, started, trainers
-from torchscout.checkpoint import ledger
-from torchscout.checkpoint.generation import Generation
+from torchscout.checkpoint.trust import ledger
+from torchscout.checkpoint.trust.generation import Generation
 
 pytestmark = pytest.mark.skipif(why_impossible() is not None, reason=str(why_impossible()))
 

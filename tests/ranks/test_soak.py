@@ -16,7 +16,7 @@ from tests.support.ranks import run_ranks
 from tests.support.soaking_job import INTERVAL, PARTS, Part, Soaked, sizes_in, train
 from torchscout.decision.record import Agreements
 from torchscout.decision.recorder import Stamped, read
-from torchscout.decision.restart_plan import RestartPlan
+from torchscout.decision.recovery.restart_plan import RestartPlan
 
 STEPS = int(os.environ.get("SCOUT_SOAK", "2000"))
 RANKS = 3

@@ -20,7 +20,7 @@ from tests.support.small_job import until
 from tests.support.torchrun_agents import ROOT, Agents, installed, running_agents
 from torchscout.decision.record import Action, Decision, Failure
 from torchscout.decision.recorder import IncidentLog
-from torchscout.decision.restart_plan import RestartPlan
+from torchscout.decision.recovery.restart_plan import RestartPlan
 
 slow = pytest.mark.slow
 

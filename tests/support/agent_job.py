@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 from torchscout.decision.record import Action, Decision, Failure
-from torchscout.decision.restart_plan import FOLDER_VARIABLE, RestartPlan
+from torchscout.decision.recovery.restart_plan import FOLDER_VARIABLE, RestartPlan
 from torchscout.utils.identity import host_name
 
 

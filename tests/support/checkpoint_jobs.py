@@ -36,12 +36,12 @@ from tests.support.small_job import until
 from tests.support.tensor_jobs import distributed as split_tokens
 from tests.support.tensor_jobs import plain as split
 from torchscout.attach import enable_resiliency
-from torchscout.checkpoint.generation import TrustLevel
+from torchscout.checkpoint.trust.generation import TrustLevel
 from torchscout.config import CheckpointConfig, ReplayConfig
 from torchscout.faults.injector import Injector
 from torchscout.faults.plan import FaultPlan
 from torchscout.faults.storage import block_ledger, fill_file_system, lose_folder
-from torchscout.session.resumption import Resumption
+from torchscout.session.checkpoints.resumption import Resumption
 from torchscout.session.session import Session
 
 __all__ = ["KINDS", "KillPlan", "Plan", "Result", "kill", "killed_from_outside", "reached", "train"]

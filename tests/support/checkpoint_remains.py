@@ -12,9 +12,9 @@ from pathlib import Path
 
 from tests.support.checkpoint_jobs import Plan, reached, train
 from tests.support.ranks import run_ranks
-from torchscout.checkpoint import ledger
-from torchscout.checkpoint.generation import Generation
 from torchscout.checkpoint.storage import shards
+from torchscout.checkpoint.trust import ledger
+from torchscout.checkpoint.trust.generation import Generation
 
 __all__ = ["History", "newest_complete", "whole"]
 

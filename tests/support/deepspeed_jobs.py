@@ -33,7 +33,7 @@ from torchscout.faults.injector import Injector
 from torchscout.faults.plan import FaultPlan
 from torchscout.log import log
 from torchscout.mesh import Mesh
-from torchscout.session.resumption import Resumption
+from torchscout.session.checkpoints.resumption import Resumption
 from torchscout.session.session import Session
 from torchscout.testing.local_ranks import preload
 

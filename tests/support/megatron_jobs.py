@@ -23,7 +23,7 @@ from torchscout.config import CheckpointConfig
 from torchscout.faults.effects import FlipBit
 from torchscout.faults.injector import Injector
 from torchscout.mesh import LayerKind, Mesh
-from torchscout.session.resumption import Resumption
+from torchscout.session.checkpoints.resumption import Resumption
 
 __all__ = ["Result", "Trial", "answering", "train"]
 

@@ -20,7 +20,7 @@ from torchscout.decision.recorder import read
 from torchscout.faults.injector import Injector
 from torchscout.faults.plan import FaultPlan
 from torchscout.mesh import Mesh
-from torchscout.session.resumption import Resumption
+from torchscout.session.checkpoints.resumption import Resumption
 from torchscout.session.session import Session
 from torchscout.testing.moe_model import (
     EXPERTS,

@@ -28,7 +28,7 @@ from torchscout import (
     ReplayConfig,
     enable_resiliency,
 )
-from torchscout.decision.restart_plan import FOLDER_VARIABLE
+from torchscout.decision.recovery.restart_plan import FOLDER_VARIABLE
 from torchscout.utils.identity import host_name
 from torchscout.utils.procfs import processes_with
 

@@ -27,7 +27,7 @@ import torchscout
 from tests.support.checkpoint_folders import flip
 from torchscout.checkpoint.storage import shards
 from torchscout.config import CheckpointConfig, ReplayConfig
-from torchscout.session.resumption import Resumption
+from torchscout.session.checkpoints.resumption import Resumption
 
 __all__ = [
     "Job",

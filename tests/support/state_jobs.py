@@ -17,9 +17,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.support.replayed_job import Net, batch
 from tests.support.states import Job, all_bits, identity, interrupted, streams, through_bytes
-from torchscout.checkpoint.generation import TrustLevel
 from torchscout.checkpoint.snapshot.snapshots import Capture, Snapshots
 from torchscout.checkpoint.storage import shards
+from torchscout.checkpoint.trust.generation import TrustLevel
 from torchscout.errors import CheckpointError
 
 

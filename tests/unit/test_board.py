@@ -19,12 +19,12 @@ from torchscout.config import ObserverConfig
 from torchscout.decision.consensus import exact
 from torchscout.decision.progress import CommGroup, Phase, Process, Progress, RankStatus
 from torchscout.decision.record import EvidenceRecord, Incident, Manifestation, Resolved, from_json
-from torchscout.observer import hub
-from torchscout.observer.hub import Hub
-from torchscout.observer.post_writer import post_of
-from torchscout.observer.protocol import LIMIT, Client, Message, connect
-from torchscout.observer.rank_report import RankReport
-from torchscout.observer.reported_incidents import Finding
+from torchscout.observer.rounds import hub
+from torchscout.observer.rounds.hub import Hub
+from torchscout.observer.rounds.post_writer import post_of
+from torchscout.observer.rounds.protocol import LIMIT, Client, Message, connect
+from torchscout.observer.rounds.rank_report import RankReport
+from torchscout.observer.rounds.reported_incidents import Finding
 from torchscout.utils import network
 from torchscout.utils.packed_lists import unpack
 

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 from tests.support.incidents import incident_from
-from torchscout.checkpoint.certification import CheckVote, events_of, outcome_of
-from torchscout.checkpoint.gate import CheckpointGate, transition
-from torchscout.checkpoint.gate_state import Checked, Lost, Outcome, Sealed, WriteFailed, Written
-from torchscout.checkpoint.generation import Generation
+from torchscout.checkpoint.trust.certification import CheckVote, events_of, outcome_of
+from torchscout.checkpoint.trust.gate import CheckpointGate, transition
+from torchscout.checkpoint.trust.gate_state import Checked, Lost, Outcome, Sealed, WriteFailed, Written
+from torchscout.checkpoint.trust.generation import Generation
 from torchscout.decision.consensus import exact, statistical
 from torchscout.decision.record import Action, EvidenceRecord, Incident, Manifestation
 from torchscout.decision.repeatability import NONDETERMINISTIC, UNDECIDED

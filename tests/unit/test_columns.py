@@ -16,9 +16,9 @@ from torchscout.decision.hang.table import NOTHING, Rows, table_of
 from torchscout.decision.hang.wait_graph import WaitGraph
 from torchscout.decision.progress import CommGroup, Phase, Process, RankStatus
 from torchscout.mesh import Mesh
-from torchscout.observer import round_columns
-from torchscout.observer.rank_report import RankReport
-from torchscout.observer.round_reports import Reports
+from torchscout.observer.rounds import columns as round_columns
+from torchscout.observer.rounds.rank_report import RankReport
+from torchscout.observer.rounds.reports import Reports
 
 SEEDS = range(40)
 

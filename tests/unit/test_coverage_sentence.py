@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torchscout.session.coverage import Covered, left_out
+from torchscout.session.replay.coverage import Covered, left_out
 
 BETWEEN = "Wrong numbers between two checks are found if they leave a trace in what is compared or watched."
 MUON = "the step of Muon issues all_gather among 4 ranks, which a replay must not repeat"

@@ -9,9 +9,9 @@ import pytest
 import zmq
 
 from tests.unit.test_board import TOKEN, Board, incident
-from torchscout.observer.protocol import Client
-from torchscout.observer.reported_incidents import Finding
-from torchscout.observer.round_client import Election
+from torchscout.observer.rounds.client import Election
+from torchscout.observer.rounds.protocol import Client
+from torchscout.observer.rounds.reported_incidents import Finding
 
 NOBODY = ("127.0.0.1", 9)
 SECONDS = 5.0

@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch import nn
 
-from torchscout.checkpoint.gate_state import Outcome
+from torchscout.checkpoint.trust.gate_state import Outcome
 from torchscout.config import ReplayConfig
 from torchscout.replay.recipes.experts import ExpertsRecipe
 from torchscout.replay.schedule import MOST_TOGETHER, Alike, OverheadBudget, PathOrder, Rotation
-from torchscout.session.certifier import CertifiedSteps
-from torchscout.session.coverage import RecipeCycle
-from torchscout.session.pace import EXPERTS, Pace, PaceVote
-from torchscout.session.promotion import CheckCoverage
+from torchscout.session.checkpoints.certifier import CertifiedSteps
+from torchscout.session.checkpoints.promotion import CheckCoverage
+from torchscout.session.replay.coverage import RecipeCycle
+from torchscout.session.replay.pace import EXPERTS, Pace, PaceVote
 
 LAYERS, TEMPLATES = 58, 42
 CPU = torch.device("cpu")

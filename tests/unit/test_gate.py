@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from torchscout.checkpoint.gate import CheckpointGate, transition
-from torchscout.checkpoint.gate_state import (
+from torchscout.checkpoint.trust.gate import CheckpointGate, transition
+from torchscout.checkpoint.trust.gate_state import (
     Checked,
     Effects,
     Event,
@@ -19,7 +19,7 @@ from torchscout.checkpoint.gate_state import (
     WriteFailed,
     Written,
 )
-from torchscout.checkpoint.generation import Generation
+from torchscout.checkpoint.trust.generation import Generation
 
 OUTCOMES = {
     "h": Outcome.HEALTHY,

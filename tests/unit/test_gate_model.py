@@ -12,8 +12,8 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from torchscout.checkpoint.gate import CheckpointGate, transition
-from torchscout.checkpoint.gate_state import (
+from torchscout.checkpoint.trust.gate import CheckpointGate, transition
+from torchscout.checkpoint.trust.gate_state import (
     Checked,
     Effects,
     Event,
@@ -24,7 +24,7 @@ from torchscout.checkpoint.gate_state import (
     WriteFailed,
     Written,
 )
-from torchscout.checkpoint.generation import Generation
+from torchscout.checkpoint.trust.generation import Generation
 
 DEPTH = 12  # at least
 

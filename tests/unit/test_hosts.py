@@ -16,7 +16,7 @@ from tests.unit.test_policy import SDC, decided
 from torchscout.cli.main import app
 from torchscout.decision.record import Action, Decision, Failure
 from torchscout.decision.recorder import JsonlRecorder
-from torchscout.decision.restart_plan import RestartPlan
+from torchscout.decision.recovery.restart_plan import RestartPlan
 from torchscout.observer.record.directory import RankEntry
 
 ROOT = Path(__file__).parents[2]

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from tests.unit.test_gate import train
-from torchscout.checkpoint import ledger
-from torchscout.checkpoint.gate_state import CheckpointGate
 from torchscout.checkpoint.storage.shard_format import digest
+from torchscout.checkpoint.trust import ledger
+from torchscout.checkpoint.trust.gate_state import CheckpointGate
 from torchscout.errors import CheckpointError, DamagedError
 
 FIRST = train(CheckpointGate(recipes=2), "hhh")
@@ -183,8 +183,8 @@ def test_a_path_that_is_not_a_file_is_an_error_and_does_not_block(tmp_path: Path
 
 WRITER = """
 import itertools, sys
-from torchscout.checkpoint import ledger
-from torchscout.checkpoint.gate_state import CheckpointGate
+from torchscout.checkpoint.trust import ledger
+from torchscout.checkpoint.trust.gate_state import CheckpointGate
 print("writing", flush=True)
 for step in itertools.count(int(sys.argv[2])):
     ledger.write(sys.argv[1], 0, CheckpointGate(step=step), job="job", world_size=1)
@@ -218,8 +218,8 @@ def test_a_failed_write_leaves_what_was_there(tmp_path: Path):
     limited = f"""
 import resource
 resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
-from torchscout.checkpoint import ledger
-from torchscout.checkpoint.gate_state import CheckpointGate
+from torchscout.checkpoint.trust import ledger
+from torchscout.checkpoint.trust.gate_state import CheckpointGate
 from torchscout.errors import CheckpointError
 try:
     ledger.write({str(tmp_path)!r}, 1, CheckpointGate(), job="job", world_size=4)

@@ -16,9 +16,11 @@ from pathlib import Path
 import pytest
 
 from tests.support.replica_ranks import seal
-from torchscout.checkpoint import ledger
-from torchscout.checkpoint.gate import CheckpointGate, transition
-from torchscout.checkpoint.gate_state import (
+from torchscout.checkpoint.snapshot.snapshots import Snapshots
+from torchscout.checkpoint.storage.inventory import Member, Tier
+from torchscout.checkpoint.trust import ledger
+from torchscout.checkpoint.trust.gate import CheckpointGate, transition
+from torchscout.checkpoint.trust.gate_state import (
     Checked,
     Event,
     Lost,
@@ -28,10 +30,8 @@ from torchscout.checkpoint.gate_state import (
     WriteFailed,
     Written,
 )
-from torchscout.checkpoint.generation import Generation
-from torchscout.checkpoint.ledger_tiers import LedgerKeeper, LedgerTiers
-from torchscout.checkpoint.snapshot.snapshots import Snapshots
-from torchscout.checkpoint.storage.inventory import Member, Tier
+from torchscout.checkpoint.trust.generation import Generation
+from torchscout.checkpoint.trust.ledger_tiers import LedgerKeeper, LedgerTiers
 
 SLOTS = 3
 LENGTH = 5
@@ -69,7 +69,7 @@ def events_for(rank: Rank) -> Iterator[Event]:
 
 
 def follow(rank: Rank, event: Event, memory_works: bool, disk_works: bool) -> Rank:
-    """As ``session.checkpoint_manager`` does it, with a look after every change."""
+    """As ``session.checkpoints.manager`` does it, with a look after every change."""
     gate, effects = transition(rank.gate, event)
     tiers = LedgerTiers(rank.memory, rank.disk)
     left = rank.gate.in_memory.union(effects.retire) - gate.in_memory

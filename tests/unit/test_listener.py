@@ -23,7 +23,7 @@ from torchscout.checkpoint.replication import messages as wire
 from torchscout.checkpoint.replication.replicator import Replicator
 from torchscout.checkpoint.storage.shards import path_of
 from torchscout.errors import CheckpointError
-from torchscout.observer.protocol import Client, connect, listen_limited
+from torchscout.observer.rounds.protocol import Client, connect, listen_limited
 from torchscout.utils.listener import Limits, Listener
 from torchscout.utils.network import new_token
 from torchscout.utils.procfs import is_running
@@ -127,7 +127,7 @@ import os, resource, sys, time
 from pathlib import Path
 import zmq
 from torchscout.checkpoint.replication.replicator import Replicator
-from torchscout.observer.protocol import listen_limited
+from torchscout.observer.rounds.protocol import listen_limited
 folder, token, what, free = Path(sys.argv[1]), *sys.argv[2:4], int(sys.argv[4])
 if what == "trainer":
     replicator = Replicator(1, folder, token, timeout_seconds=20)

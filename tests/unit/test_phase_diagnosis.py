@@ -10,9 +10,9 @@ from torchscout.decision.progress import Phase, Process, RankStatus
 from torchscout.decision.record import Action, Incident, Manifestation, Scope
 from torchscout.decision.straggler.diagnosis import PhaseDiagnosis
 from torchscout.mesh import Mesh
-from torchscout.observer.rank_report import RankReport
-from torchscout.observer.round_diagnosis import compare_phases
-from torchscout.observer.round_reports import Reports
+from torchscout.observer.rounds.diagnosis import compare_phases
+from torchscout.observer.rounds.rank_report import RankReport
+from torchscout.observer.rounds.reports import Reports
 
 HOSTS = ["node-0", "node-0", "node-1", "node-1"]
 CONFIG = StragglerConfig(min_slowdown_ms=10.0)

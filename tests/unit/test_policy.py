@@ -8,7 +8,6 @@ import pytest
 
 from torchscout.config import RecoveryConfig
 from torchscout.decision.consensus import Status, Verdict
-from torchscout.decision.policy import decide, is_allowed
 from torchscout.decision.record import (
     Action,
     Decision,
@@ -18,6 +17,7 @@ from torchscout.decision.record import (
     Manifestation,
     Scope,
 )
+from torchscout.decision.recovery.policy import decide, is_allowed
 
 CONFIG = RecoveryConfig()
 

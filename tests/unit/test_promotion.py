@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from torchscout.checkpoint.gate_state import Outcome
-from torchscout.checkpoint.generation import Generation
+from torchscout.checkpoint.trust.gate_state import Outcome
+from torchscout.checkpoint.trust.generation import Generation
 from torchscout.config import CheckpointConfig
-from torchscout.session.promotion import CheckCoverage, PromotionRule
+from torchscout.session.checkpoints.promotion import CheckCoverage, PromotionRule
 
 
 def test_with_a_catalog_full_coverage_counts_paths_and_state_coverage_counts_comparisons_of_state():

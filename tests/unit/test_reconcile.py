@@ -14,11 +14,11 @@ import pytest
 
 from tests.unit.test_gate import steps, train
 from tests.unit.test_gate_model import events_for
-from torchscout.checkpoint.gate import CheckpointGate, transition
-from torchscout.checkpoint.gate_state import Checked, Lost, Outcome, Recovered, Sealed
-from torchscout.checkpoint.generation import Generation, TrustLevel
-from torchscout.checkpoint.ledger import newest, reconcile, settled
-from torchscout.checkpoint.selection import SweepResult, confirm, select_checkpoint
+from torchscout.checkpoint.trust.gate import CheckpointGate, transition
+from torchscout.checkpoint.trust.gate_state import Checked, Lost, Outcome, Recovered, Sealed
+from torchscout.checkpoint.trust.generation import Generation, TrustLevel
+from torchscout.checkpoint.trust.ledger import newest, reconcile, settled
+from torchscout.checkpoint.trust.selection import SweepResult, confirm, select_checkpoint
 from torchscout.decision.record import Failure
 
 

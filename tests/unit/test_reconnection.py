@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torchscout.errors import ChannelError
 from torchscout.session import reconnection as module
 from torchscout.session.reconnection import Proposal, Reconnection
-from torchscout.session.replay_recovery import steps_until
+from torchscout.session.replay.recovery import steps_until
 
 
 def gathered(size: int) -> list[Reconnection]:

@@ -11,7 +11,7 @@ import pytest
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 
 from tests.support.small_job import until
-from torchscout.decision.restart_plan import FOLDER_VARIABLE
+from torchscout.decision.recovery.restart_plan import FOLDER_VARIABLE
 from torchscout.plugins.rendezvous import ScoutRendezvous, create_handler
 
 

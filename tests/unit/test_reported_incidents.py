@@ -11,8 +11,8 @@ from tests.support.incidents import incident_from
 from torchscout.decision.consensus import exact
 from torchscout.decision.progress import Process, RankStatus
 from torchscout.decision.record import EvidenceRecord, Incident, Manifestation, Resolved
-from torchscout.observer.rank_report import RankReport
-from torchscout.observer.reported_incidents import Finding, ReportedIncidents
+from torchscout.observer.rounds.rank_report import RankReport
+from torchscout.observer.rounds.reported_incidents import Finding, ReportedIncidents
 
 LATE = Finding("rank", "issued/world", 3, (2,), "rank 2 is late since 6 s", job_ended=False)
 

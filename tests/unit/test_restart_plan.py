@@ -11,7 +11,7 @@ import pytest
 
 from tests.unit.test_policy import HANG, SDC, decided
 from torchscout.decision.record import Action, Failure
-from torchscout.decision.restart_plan import RestartPlan
+from torchscout.decision.recovery.restart_plan import RestartPlan
 from torchscout.errors import RestartPlanError
 
 PLAN = RestartPlan.first().after(decided(HANG)).after(decided(SDC))

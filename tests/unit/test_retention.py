@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from torchscout.checkpoint.generation import Generation, TrustLevel
 from torchscout.checkpoint.storage.retention import remove, retire
 from torchscout.checkpoint.storage.shard_files import ShardFile, shard_files
 from torchscout.checkpoint.storage.shard_format import ShardIdentity, encode
 from torchscout.checkpoint.storage.shards import path_of, write
+from torchscout.checkpoint.trust.generation import Generation, TrustLevel
 from torchscout.errors import CheckpointError
 
 GENERATIONS = [Generation(2), Generation(12), Generation(12, 1), Generation(120)]
@@ -129,7 +129,7 @@ def test_a_linked_folder_is_not_entered(full: Path, tmp_path_factory: pytest.Tem
 RETIRE = """
 import os, sys
 from pathlib import Path
-from torchscout.checkpoint.generation import Generation
+from torchscout.checkpoint.trust.generation import Generation
 from torchscout.checkpoint.storage.retention import retire
 from torchscout.errors import CheckpointError
 os.setuid(65534)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from tests.unit.test_gate import train
-from torchscout.checkpoint.gate import CheckpointGate, transition
-from torchscout.checkpoint.gate_state import Checked, Lost, Outcome, Recovered
-from torchscout.checkpoint.generation import Generation, TrustLevel
-from torchscout.checkpoint.selection import Selection, SweepResult, confirm, select_checkpoint
+from torchscout.checkpoint.trust.gate import CheckpointGate, transition
+from torchscout.checkpoint.trust.gate_state import Checked, Lost, Outcome, Recovered
+from torchscout.checkpoint.trust.generation import Generation, TrustLevel
+from torchscout.checkpoint.trust.selection import Selection, SweepResult, confirm, select_checkpoint
 from torchscout.decision.record import Failure
 
 CATALOG = train(CheckpointGate(recipes=2), "hhhhh")

@@ -9,10 +9,10 @@ import pytest
 from torchscout.decision.progress import CommGroup, IssuedOp, Phase, Process, Progress, RankStatus
 from torchscout.decision.record import Action, Scope
 from torchscout.mesh import Mesh
-from torchscout.observer.post import Post
-from torchscout.observer.post_writer import post_of
-from torchscout.observer.rank_report import RankReport
-from torchscout.observer.round_diagnosis import conclude
+from torchscout.observer.rounds.diagnosis import conclude
+from torchscout.observer.rounds.post import Post
+from torchscout.observer.rounds.post_writer import post_of
+from torchscout.observer.rounds.rank_report import RankReport
 
 SIZE = 4
 WORLD = CommGroup("world", tuple(range(SIZE)), "world")

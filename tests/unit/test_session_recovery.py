@@ -12,10 +12,10 @@ from tests.support.small_job import until
 from tests.unit.test_policy import HANG, SDC, decided, incident
 from torchscout.communicators import Job
 from torchscout.config import RecoveryConfig
-from torchscout.decision import decision_command
 from torchscout.decision.record import Action, Failure, Incident, Manifestation, Scope, from_json
 from torchscout.decision.recorder import IncidentLog
-from torchscout.decision.restart_plan import RestartPlan
+from torchscout.decision.recovery import command as decision_command
+from torchscout.decision.recovery.restart_plan import RestartPlan
 from torchscout.mesh import Mesh
 from torchscout.observer.record.directory import End, RankEntry, read_end
 from torchscout.session import recovery

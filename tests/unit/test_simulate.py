@@ -9,15 +9,18 @@ import pytest
 from typer.testing import CliRunner
 
 from torchscout.cli.main import app
-from torchscout.decision import policy, sdc
+from torchscout.decision import sdc
 from torchscout.decision.consensus import Status, Verdict
 from torchscout.decision.progress import Process
 from torchscout.decision.record import Action, EvidenceRecord, Incident, Manifestation, Scope
+from torchscout.decision.recovery import policy
 from torchscout.decision.straggler import diagnosis
-from torchscout.observer import hub, round_diagnosis
-from torchscout.observer.post_writer import post_of
+from torchscout.observer.rounds import diagnosis as round_diagnosis
+from torchscout.observer.rounds import hub
+from torchscout.observer.rounds.post_writer import post_of
 from torchscout.replay import replayer
-from torchscout.session import recovery, replay_driver
+from torchscout.session import recovery
+from torchscout.session.replay import driver as replay_driver
 from torchscout.simulate import hangs, numbers, runner, slowness
 from torchscout.simulate.job import Job
 from torchscout.simulate.layouts import PUBLISHED, layout_of

@@ -9,7 +9,7 @@ import pytest
 
 from tests.unit.test_policy import HANG, decided
 from torchscout.config import ObserverConfig, StragglerConfig
-from torchscout.decision.restart_plan import RestartPlan
+from torchscout.decision.recovery.restart_plan import RestartPlan
 from torchscout.mesh import Mesh
 from torchscout.observer.spec import ObserverSpec, describe_mesh, hub_ranks, mesh_from
 

@@ -9,7 +9,7 @@ import pytest
 
 from torchscout.communicators import Job
 from torchscout.mesh import Mesh
-from torchscout.session.replication import StateReplication
+from torchscout.session.checkpoints.replication import StateReplication
 
 HOSTS = ("a", "b")
 

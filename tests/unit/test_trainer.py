@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from torchscout.config import ObserverConfig
-from torchscout.observer.post import Post
-from torchscout.observer.post_writer import post_of
-from torchscout.observer.rank_report import RankReport
 from torchscout.observer.record.directory import End
 from torchscout.observer.record.writer import ProgressWriter
+from torchscout.observer.rounds.post import Post
+from torchscout.observer.rounds.post_writer import post_of
+from torchscout.observer.rounds.rank_report import RankReport
 from torchscout.observer.trainer import Ending, TrainerView
 
 CONFIG = ObserverConfig(min_silence_seconds=1.2)

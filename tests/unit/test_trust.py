@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from torchscout.checkpoint.gate_state import Outcome
-from torchscout.session.certifier import CertifiedSteps
-from torchscout.session.coverage import RecipeCycle
-from torchscout.session.promotion import CheckCoverage
+from torchscout.checkpoint.trust.gate_state import Outcome
+from torchscout.session.checkpoints.certifier import CertifiedSteps
+from torchscout.session.checkpoints.promotion import CheckCoverage
+from torchscout.session.replay.coverage import RecipeCycle
 
 
 def trusted_after(*outcomes: Outcome, recipes: int | None = None, idle: tuple[int, ...] = ()) -> int | None:

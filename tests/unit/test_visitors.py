@@ -18,9 +18,9 @@ from tests.unit.test_record import INCIDENT
 from torchscout.cli.doctor import network
 from torchscout.cli.main import app
 from torchscout.decision.recorder import JsonlRecorder
-from torchscout.observer import protocol
 from torchscout.observer.record.directory import RankEntry, read_roster
 from torchscout.observer.record.writer import ProgressWriter
+from torchscout.observer.rounds import protocol
 
 
 def test_the_status_of_a_record_that_is_not_this_users_alone(tmp_path: Path):

@@ -53,7 +53,7 @@ MODULES = (
     "torchscout.campaign.recovery",
     "torchscout.campaign.moe",
     "torchscout.campaign.warm",
-    "torchscout.session.checkpoint_manager",
+    "torchscout.session.checkpoints.manager",
 )
 """What ranks need; the server that they are forked from imports it once."""
 

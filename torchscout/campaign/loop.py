@@ -22,7 +22,7 @@ from torchscout.campaign.loop_job import FAULTS, undisturbed
 from torchscout.campaign.results import Result, graded
 from torchscout.decision.record import Action, Decision, Incident
 from torchscout.decision.recorder import IncidentLog
-from torchscout.decision.restart_plan import FOLDER_VARIABLE
+from torchscout.decision.recovery.restart_plan import FOLDER_VARIABLE
 from torchscout.faults.injector import Firing
 from torchscout.faults.plan import FaultPlan
 from torchscout.testing.local_ranks import run_ranks

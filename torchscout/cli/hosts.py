@@ -11,7 +11,7 @@ import typer
 from torchscout.cli.console import AsJson, Output, print_report, refusing, write_file
 from torchscout.decision.record import Action
 from torchscout.decision.recorder import IncidentLog
-from torchscout.decision.restart_plan import RestartPlan
+from torchscout.decision.recovery.restart_plan import RestartPlan
 from torchscout.errors import RestartPlanError
 from torchscout.observer.record.directory import read_roster
 from torchscout.utils.identity import is_host_name

@@ -13,11 +13,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torchscout.decision.decision_command import start_command
-from torchscout.decision.policy import decide, is_allowed
 from torchscout.decision.record import Decision, Incident, Manifestation
 from torchscout.decision.recorder import IncidentLog, record_one
-from torchscout.decision.restart_plan import is_stopped, write_plans
+from torchscout.decision.recovery.command import start_command
+from torchscout.decision.recovery.policy import decide, is_allowed
+from torchscout.decision.recovery.restart_plan import is_stopped, write_plans
 
 if TYPE_CHECKING:
     from torchscout.decision.record import Recordable

@@ -28,14 +28,14 @@ import zmq
 
 from torchscout.decision.record import EvidenceRecord, Incident, Manifestation, Resolved, from_json
 from torchscout.decision.recorder import JsonlRecorder, line_of
-from torchscout.observer.hub import Hub
 from torchscout.observer.late_decision import LateDecision
-from torchscout.observer.protocol import HUBS_AT_FIRST, MISTAKES, Address, Client, Message
-from torchscout.observer.rank_report import RankReport
 from torchscout.observer.record.directory import End, news_of
-from torchscout.observer.reported_incidents import Finding
-from torchscout.observer.round_client import RoundClient
-from torchscout.observer.round_reports import Reports
+from torchscout.observer.rounds.client import RoundClient
+from torchscout.observer.rounds.hub import Hub
+from torchscout.observer.rounds.protocol import HUBS_AT_FIRST, MISTAKES, Address, Client, Message
+from torchscout.observer.rounds.rank_report import RankReport
+from torchscout.observer.rounds.reported_incidents import Finding
+from torchscout.observer.rounds.reports import Reports
 from torchscout.observer.silence import threshold
 from torchscout.observer.spec import ObserverSpec, mesh_from
 from torchscout.observer.trainer import Ending, TrainerView
@@ -247,7 +247,7 @@ class ObserverProcess:
 
     def _conclude(self, reports: Mapping[int, RankReport], insistent: bool) -> Incident | None:
         # Imported here because it brings numpy, and most jobs never hang.
-        from torchscout.observer.round_diagnosis import conclude
+        from torchscout.observer.rounds.diagnosis import conclude
 
         assert self._spec.mesh is not None
         try:
@@ -258,7 +258,7 @@ class ObserverProcess:
 
     def _compare(self, reports: Mapping[int, RankReport]) -> list[Incident]:
         from torchscout.decision.straggler.diagnosis import PhaseDiagnosis
-        from torchscout.observer.round_diagnosis import compare_phases
+        from torchscout.observer.rounds.diagnosis import compare_phases
 
         assert self._spec.mesh is not None
         try:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchscout.config import ObserverConfig, RecoveryConfig, StragglerConfig
-from torchscout.decision.restart_plan import RestartPlan
+from torchscout.decision.recovery.restart_plan import RestartPlan
 
 if TYPE_CHECKING:
     from torchscout.mesh import Mesh

@@ -22,10 +22,10 @@ from torchscout.config import ObserverConfig
 from torchscout.decision.progress import CommGroup, Phase, Process, Progress, RankStatus
 from torchscout.errors import TornRecordError
 from torchscout.observer import stacks
-from torchscout.observer.protocol import MAX_STACK
-from torchscout.observer.rank_report import RankReport
 from torchscout.observer.record.directory import How, read_end
 from torchscout.observer.record.reader import ProgressReader
+from torchscout.observer.rounds.protocol import MAX_STACK
+from torchscout.observer.rounds.rank_report import RankReport
 from torchscout.observer.silence import LONGEST_REPEAT_SECONDS, allowance
 from torchscout.utils.procfs import process_stat
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 
-from torchscout.decision.restart_plan import RestartPlan
+from torchscout.decision.recovery.restart_plan import RestartPlan
 from torchscout.errors import RestartPlanError
 from torchscout.log import log
 from torchscout.utils.identity import is_host_name

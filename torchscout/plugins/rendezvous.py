@@ -41,7 +41,7 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous import c10d_rendezvous_backend as c10d
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous as dynamic
 
-from torchscout.decision.restart_plan import FOLDER_VARIABLE, RestartPlan
+from torchscout.decision.recovery.restart_plan import FOLDER_VARIABLE, RestartPlan
 from torchscout.log import log, show_by_default
 from torchscout.plugins.quarantine import Quarantine
 from torchscout.utils._torch import RendezvousAction, RendezvousJoin

@@ -20,7 +20,7 @@ from torchscout.attach import enable_resiliency
 from torchscout.config import CheckpointConfig, ObserverConfig, ReplayConfig
 
 if TYPE_CHECKING:
-    from torchscout.session.resumption import Resumption
+    from torchscout.session.checkpoints.resumption import Resumption
     from torchscout.session.session import Session
 
 __all__ = ["Resiliency", "resiliency"]

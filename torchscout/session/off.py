@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from torchscout.log import log
 from torchscout.session.boundary import Boundary
-from torchscout.session.resumption import Resumption
+from torchscout.session.checkpoints.resumption import Resumption
 from torchscout.session.session import Parts, Session
 
 if TYPE_CHECKING:

@@ -19,18 +19,18 @@ from typing import TYPE_CHECKING
 
 from torchscout.communicators import Communicators, Job
 from torchscout.config import RecoveryConfig
-from torchscout.decision.decision_command import start_command
-from torchscout.decision.policy import decide, is_allowed
 from torchscout.decision.record import Action, Decision, Incident
 from torchscout.decision.recorder import record_one
-from torchscout.decision.restart_plan import FOLDER_VARIABLE, RestartPlan, write_plans
+from torchscout.decision.recovery.command import start_command
+from torchscout.decision.recovery.policy import decide, is_allowed
+from torchscout.decision.recovery.restart_plan import FOLDER_VARIABLE, RestartPlan, write_plans
 from torchscout.errors import RestartPlanError, ScoutError
 from torchscout.log import log
 from torchscout.observer.record.directory import End, RankEntry
 from torchscout.utils.text import listed
 
 if TYPE_CHECKING:
-    from torchscout.session.checkpoint_manager import CheckpointManager
+    from torchscout.session.checkpoints.manager import CheckpointManager
 
 __all__ = ["EXIT_STATUS", "Recovery"]
 

@@ -25,14 +25,14 @@ from torchscout.session.boundary import Boundary
 from torchscout.session.ending import closing_line, how_ended, mark_recovered, why_ended
 from torchscout.session.incident_callback import IncidentCallback
 from torchscout.session.recovery import Recovery
-from torchscout.session.replay_recovery import RecoveringReplay
+from torchscout.session.replay.recovery import RecoveringReplay
 from torchscout.session.termination import before_termination
 from torchscout.utils.cuda_graphs import is_capturing
 
 if TYPE_CHECKING:
     from torchscout.checkpoint.state.training_state import Stateful
-    from torchscout.session.checkpoint_manager import CheckpointManager
-    from torchscout.session.resumption import Resumption
+    from torchscout.session.checkpoints.manager import CheckpointManager
+    from torchscout.session.checkpoints.resumption import Resumption
 
 __all__ = ["InputHook", "Parts", "Session"]
 

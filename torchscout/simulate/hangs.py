@@ -10,11 +10,11 @@ import numpy as np
 from torchscout.decision.hang.table import Ints
 from torchscout.decision.progress import Process
 from torchscout.decision.record import Incident
-from torchscout.observer.hub import Round
-from torchscout.observer.post import Post
-from torchscout.observer.rank_report import RankReport
-from torchscout.observer.round_diagnosis import conclude
-from torchscout.observer.round_reports import Reports
+from torchscout.observer.rounds.diagnosis import conclude
+from torchscout.observer.rounds.hub import Round
+from torchscout.observer.rounds.post import Post
+from torchscout.observer.rounds.rank_report import RankReport
+from torchscout.observer.rounds.reports import Reports
 from torchscout.simulate.job import Job
 from torchscout.simulate.reports import STEP, Reporter, Stand
 from torchscout.simulate.scoring import Truth

@@ -9,10 +9,10 @@ from typing import NamedTuple
 
 from torchscout.decision.hang.table import NOTHING
 from torchscout.decision.progress import IssuedOp, Phase, Process, Progress, RankStatus
-from torchscout.observer.post import HEADER, ROW, RUN, Header, Post, Row, hash_of
-from torchscout.observer.post_writer import post_of
-from torchscout.observer.rank_report import RankReport
 from torchscout.observer.record.layout import RECENT, runs_of
+from torchscout.observer.rounds.post import HEADER, ROW, RUN, Header, Post, Row, hash_of
+from torchscout.observer.rounds.post_writer import post_of
+from torchscout.observer.rounds.rank_report import RankReport
 from torchscout.simulate.job import Job, Slot
 
 __all__ = ["STEP", "Reporter", "Stand"]

@@ -9,10 +9,10 @@ import mmap
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from torchscout.checkpoint import ledger
 from torchscout.checkpoint.storage import job_file, lock, shards
 from torchscout.checkpoint.storage.shard_files import shard_files
 from torchscout.checkpoint.storage.shard_format import Blob, decode, encode
+from torchscout.checkpoint.trust import ledger
 from torchscout.errors import CheckpointError, DamagedError
 
 __all__ = ["Adopted", "adopt"]

@@ -13,8 +13,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torchscout.checkpoint import ledger
 from torchscout.checkpoint.storage import shards
+from torchscout.checkpoint.trust import ledger
 from torchscout.config import JOB_NAME
 from torchscout.errors import CheckpointError
 

@@ -6,8 +6,8 @@ import errno
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from torchscout.checkpoint.generation import Generation
 from torchscout.checkpoint.storage.shard_files import ShardFile, shard_files
+from torchscout.checkpoint.trust.generation import Generation
 from torchscout.errors import CheckpointError
 
 __all__ = ["remove", "retire"]

@@ -8,16 +8,16 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from torchscout.checkpoint import ledger
-from torchscout.checkpoint.gate_state import CheckpointGate
-from torchscout.checkpoint.generation import Generation, TrustLevel
-from torchscout.checkpoint.ledger import Ledger
 from torchscout.checkpoint.storage import lock, shards
 from torchscout.checkpoint.storage.inventory import Tier
 from torchscout.checkpoint.storage.memory import memory_root
 from torchscout.checkpoint.storage.owner import Owner
 from torchscout.checkpoint.storage.shard_files import ShardFile, shard_files
 from torchscout.checkpoint.storage.shard_format import ShardIdentity
+from torchscout.checkpoint.trust import ledger
+from torchscout.checkpoint.trust.gate_state import CheckpointGate
+from torchscout.checkpoint.trust.generation import Generation, TrustLevel
+from torchscout.checkpoint.trust.ledger import Ledger
 from torchscout.errors import CheckpointError
 from torchscout.utils.procfs import is_in_memory
 from torchscout.utils.text import listed

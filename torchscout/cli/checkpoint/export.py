@@ -9,9 +9,9 @@ from typing import Annotated, Any
 import typer
 
 from torchscout.checkpoint.export.target import refuse_occupied
-from torchscout.checkpoint.gate_state import CheckpointGate
-from torchscout.checkpoint.generation import Generation
 from torchscout.checkpoint.resume.plan import Source
+from torchscout.checkpoint.trust.gate_state import CheckpointGate
+from torchscout.checkpoint.trust.generation import Generation
 from torchscout.cli.checkpoint.arguments import Folders, JobName, WorldSize, contents_in
 from torchscout.cli.checkpoint.contents import Contents
 from torchscout.cli.checkpoint.listing import as_json

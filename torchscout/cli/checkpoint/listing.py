@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from torchscout.checkpoint.gate_state import CheckpointGate
-from torchscout.checkpoint.generation import Generation
-from torchscout.checkpoint.ledger import reconcile
+from torchscout.checkpoint.trust.gate_state import CheckpointGate
+from torchscout.checkpoint.trust.generation import Generation
+from torchscout.checkpoint.trust.ledger import reconcile
 from torchscout.cli.checkpoint.contents import Contents, Folder, StoredShard
 from torchscout.cli.checkpoint.wording import (
     counted,

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-from torchscout.checkpoint.gate_state import CheckpointGate
-from torchscout.checkpoint.generation import Generation
 from torchscout.checkpoint.resume.plan import Source, repair_sources, replaced, tensors_of
 from torchscout.checkpoint.storage import shards
+from torchscout.checkpoint.trust.gate_state import CheckpointGate
+from torchscout.checkpoint.trust.generation import Generation
 from torchscout.cli.checkpoint.contents import Contents, StoredShard
 from torchscout.cli.checkpoint.listing import as_json, roles_of
 from torchscout.cli.checkpoint.wording import ranks_in_words, size_in_words

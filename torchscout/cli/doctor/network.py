@@ -20,8 +20,8 @@ import zmq
 
 from torchscout.cli.doctor.facts import Met, Reached
 from torchscout.errors import ScoutError
-from torchscout.observer import protocol
-from torchscout.observer.protocol import Address, Message, Tally
+from torchscout.observer.rounds import protocol
+from torchscout.observer.rounds.protocol import Address, Message, Tally
 from torchscout.utils import network
 from torchscout.utils.identity import host_name
 from torchscout.utils.network import EVERYWHERE, own_address

@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import Enum
 
-from torchscout.checkpoint.gate import CheckpointGate
-from torchscout.checkpoint.generation import Generation, TrustLevel
+from torchscout.checkpoint.trust.gate import CheckpointGate
+from torchscout.checkpoint.trust.generation import Generation, TrustLevel
 from torchscout.decision.record import Failure
 
 __all__ = ["Selection", "SweepResult", "confirm", "select_checkpoint"]

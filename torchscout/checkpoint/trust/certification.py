@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from torchscout.checkpoint.gate_state import (
+from torchscout.checkpoint.trust.gate_state import (
     Checked,
     CheckpointGate,
     Event,

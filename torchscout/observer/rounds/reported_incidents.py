@@ -11,8 +11,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from torchscout.decision.record import Incident, Resolved
-from torchscout.observer.rank_report import RankReport
-from torchscout.observer.round_reports import Reports
+from torchscout.observer.rounds.rank_report import RankReport
+from torchscout.observer.rounds.reports import Reports
 from torchscout.utils.packed_lists import pack, unpack
 from torchscout.utils.text import named, sentences
 

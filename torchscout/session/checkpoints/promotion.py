@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from torchscout.checkpoint.gate_state import Outcome
-from torchscout.checkpoint.generation import Generation
+from torchscout.checkpoint.trust.gate_state import Outcome
+from torchscout.checkpoint.trust.generation import Generation
 
 __all__ = ["CheckCoverage", "Promotion", "PromotionRule"]
 

@@ -10,7 +10,8 @@ from dataclasses import asdict
 from typing import Any
 
 from torchscout.decision.progress import CommGroup, IssuedOp
-from torchscout.observer.post import (
+from torchscout.observer.record.layout import LINES, PLACES, runs_of
+from torchscout.observer.rounds.post import (
     BUSY,
     FLAGS,
     HEADER,
@@ -32,8 +33,7 @@ from torchscout.observer.post import (
     Row,
     hash_of,
 )
-from torchscout.observer.rank_report import RankReport
-from torchscout.observer.record.layout import LINES, PLACES, runs_of
+from torchscout.observer.rounds.rank_report import RankReport
 
 __all__ = ["post_of"]
 

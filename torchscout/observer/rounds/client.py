@@ -24,9 +24,9 @@ from typing import Any, NamedTuple
 from torchscout.config import ObserverConfig
 from torchscout.decision.record import EvidenceRecord, Manifestation
 from torchscout.observer import stacks
-from torchscout.observer.protocol import HUBS_AT_FIRST, Client, Message
-from torchscout.observer.rank_report import RankReport
-from torchscout.observer.reported_incidents import Finding
+from torchscout.observer.rounds.protocol import HUBS_AT_FIRST, Client, Message
+from torchscout.observer.rounds.rank_report import RankReport
+from torchscout.observer.rounds.reported_incidents import Finding
 from torchscout.observer.silence import SilenceDetector, seconds_for
 from torchscout.observer.trainer import Ending, SurveySchedule, TrainerView
 

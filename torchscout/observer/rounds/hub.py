@@ -31,8 +31,8 @@ import zmq
 
 from torchscout.config import ObserverConfig
 from torchscout.decision.record import Incident, Resolved
-from torchscout.observer.post import Post
-from torchscout.observer.protocol import (
+from torchscout.observer.rounds.post import Post
+from torchscout.observer.rounds.protocol import (
     HUBS_AT_FIRST,
     LIMIT,
     MAX_STACK,
@@ -43,9 +43,9 @@ from torchscout.observer.protocol import (
     encode,
     listen_limited,
 )
-from torchscout.observer.rank_report import RankReport
-from torchscout.observer.reported_incidents import Finding, ReportedIncidents
-from torchscout.observer.round_reports import Reports, Stack
+from torchscout.observer.rounds.rank_report import RankReport
+from torchscout.observer.rounds.reported_incidents import Finding, ReportedIncidents
+from torchscout.observer.rounds.reports import Reports, Stack
 from torchscout.utils.packed_lists import pack
 
 __all__ = ["Compare", "Conclude", "Hub", "Round"]

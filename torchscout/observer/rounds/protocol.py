@@ -16,9 +16,9 @@ from typing import Any
 
 import zmq
 
-from torchscout.observer.post import KINDS, MISTAKES
-from torchscout.observer.post_writer import post_of
-from torchscout.observer.rank_report import RankReport
+from torchscout.observer.rounds.post import KINDS, MISTAKES
+from torchscout.observer.rounds.post_writer import post_of
+from torchscout.observer.rounds.rank_report import RankReport
 from torchscout.utils.listener import Limits, Listener
 from torchscout.utils.network import Address, CurveSockets, encode, read_json
 

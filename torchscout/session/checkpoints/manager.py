@@ -19,13 +19,7 @@ import torch
 import xxhash
 
 from torchscout.adapters.structure import surface_of
-from torchscout.checkpoint import ledger
 from torchscout.checkpoint.background_writer import BackgroundWriter
-from torchscout.checkpoint.certification import CheckVote, events_of
-from torchscout.checkpoint.gate import CheckpointGate, transition
-from torchscout.checkpoint.gate_state import Effects, Event, Lost, Outcome, Realigned, Recovered
-from torchscout.checkpoint.generation import Generation, TrustLevel
-from torchscout.checkpoint.ledger_tiers import LedgerKeeper, LedgerTiers
 from torchscout.checkpoint.replication import placement
 from torchscout.checkpoint.resume.fetch import Fetched, fetch
 from torchscout.checkpoint.resume.transfer import Links
@@ -36,6 +30,12 @@ from torchscout.checkpoint.storage import job_file, lock, shards
 from torchscout.checkpoint.storage.forgetting import forget_old
 from torchscout.checkpoint.storage.inventory import Member, Tier
 from torchscout.checkpoint.storage.memory import check_budget, memory_folder
+from torchscout.checkpoint.trust import ledger
+from torchscout.checkpoint.trust.certification import CheckVote, events_of
+from torchscout.checkpoint.trust.gate import CheckpointGate, transition
+from torchscout.checkpoint.trust.gate_state import Effects, Event, Lost, Outcome, Realigned, Recovered
+from torchscout.checkpoint.trust.generation import Generation, TrustLevel
+from torchscout.checkpoint.trust.ledger_tiers import LedgerKeeper, LedgerTiers
 from torchscout.communicators import Communicators, Job
 from torchscout.config import CheckpointConfig
 from torchscout.decision.fold import signed
@@ -44,12 +44,11 @@ from torchscout.decision.record import Failure
 from torchscout.errors import CheckpointError, ScoutError, UnavailableError
 from torchscout.log import Problems, log
 from torchscout.replay.capture.saved_calls import SavedCalls
-from torchscout.session.certifier import certified_step
-from torchscout.session.coverage import RecipeCycle
-from torchscout.session.promotion import CheckCoverage, PromotionRule
-from torchscout.session.replication import StateReplication
-from torchscout.session.resharding import Resharding
-from torchscout.session.resumption import (
+from torchscout.session.checkpoints.certifier import certified_step
+from torchscout.session.checkpoints.promotion import CheckCoverage, PromotionRule
+from torchscout.session.checkpoints.replication import StateReplication
+from torchscout.session.checkpoints.resharding import Resharding
+from torchscout.session.checkpoints.resumption import (
     WAYS_OUT,
     Loaded,
     NoUsableCheckpointError,
@@ -60,6 +59,7 @@ from torchscout.session.resumption import (
     load_first_usable,
     restore_together,
 )
+from torchscout.session.replay.coverage import RecipeCycle
 
 __all__ = ["CheckpointManager"]
 
@@ -172,7 +172,7 @@ class CheckpointManager:
         return certified_step(self._gate)
 
     def votes(self, outcome: Outcome, *, differs: bool) -> list[int]:
-        """This rank's vote at the end of a check; see ``session.certifier.Certifier``."""
+        """This rank's vote at the end of a check; see ``session.checkpoints.certifier.Certifier``."""
         writing, unwritten = self._gate.writing, False
         try:
             is_written = writing is None or self._writer.is_written(writing)
@@ -184,7 +184,7 @@ class CheckpointManager:
     def set_coverage(
         self, coverage: RecipeCycle, progress: Mapping[str, Stateful], covered: Callable[[], str] = str
     ) -> None:
-        """Set what the checks cover and their saved progress; see ``session.certifier.Certifier``."""
+        """Set what the checks cover and their saved progress; see ``session.checkpoints.certifier.Certifier``."""
         self._coverage, self._covered = coverage, covered
         self._rule = PromotionRule(self._config.coverage, coverage.recipes)
         ownership = progress.get("ownership")
@@ -193,7 +193,7 @@ class CheckpointManager:
         self._gate = self._configured(self._gate)
 
     def decide(self, step: int, counted: Sequence[int], check: CheckCoverage) -> None:
-        """Act on a check's combined votes; see ``session.certifier.Certifier``."""
+        """Act on a check's combined votes; see ``session.checkpoints.certifier.Certifier``."""
         self._replication.checked()
         self._problems.add(self._writer.problems())
         if self._previous_run is not None:
@@ -209,11 +209,11 @@ class CheckpointManager:
         self._write_ledgers()
 
     def state(self) -> dict[str, Any]:
-        """See ``session.certifier.Certifier``."""
+        """See ``session.checkpoints.certifier.Certifier``."""
         return self._gate.to_json()
 
     def agree(self, states: Sequence[Any]) -> None:
-        """Continue from what all ranks can rely on; see ``session.certifier.Certifier``."""
+        """Continue from what all ranks can rely on; see ``session.checkpoints.certifier.Certifier``."""
         self._carry_out(Realigned(ledger.realigned(states)))
         if self._gate.pending is None:  # what was being captured on some ranks only is not compared
             self._awaited = self._capture = self._due = None

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from torchscout.checkpoint.generation import Generation, is_number
+from torchscout.checkpoint.trust.generation import Generation, is_number
 
 __all__ = [
     "SCHEMA",

@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from torchscout.checkpoint.gate_state import CheckpointGate
-from torchscout.checkpoint.generation import Generation, is_number
 from torchscout.checkpoint.storage import shards
 from torchscout.checkpoint.storage.shard_format import digest
+from torchscout.checkpoint.trust.gate_state import CheckpointGate
+from torchscout.checkpoint.trust.generation import Generation, is_number
 from torchscout.errors import CheckpointError, DamagedError
 
 __all__ = [

@@ -1,6 +1,6 @@
 """Decides which steps are certified: the checkpoint gate of a session (paper, section 8).
 
-``session.checkpoint_manager`` is the certifier of a job with checkpoints, ``CertifiedSteps`` of any other.
+``session.checkpoints.manager`` is the certifier of a job with checkpoints, ``CertifiedSteps`` of any other.
 """
 
 from __future__ import annotations
@@ -9,15 +9,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
-from torchscout.checkpoint import ledger
-from torchscout.checkpoint.certification import CheckVote, events_of
-from torchscout.checkpoint.gate import CheckpointGate, transition
-from torchscout.checkpoint.gate_state import Outcome, Realigned
 from torchscout.checkpoint.state.training_state import Stateful
+from torchscout.checkpoint.trust import ledger
+from torchscout.checkpoint.trust.certification import CheckVote, events_of
+from torchscout.checkpoint.trust.gate import CheckpointGate, transition
+from torchscout.checkpoint.trust.gate_state import Outcome, Realigned
 from torchscout.decision.record import Trust
 from torchscout.replay.capture.saved_calls import SavedCalls
-from torchscout.session.coverage import RecipeCycle
-from torchscout.session.promotion import CheckCoverage, PromotionRule
+from torchscout.session.checkpoints.promotion import CheckCoverage, PromotionRule
+from torchscout.session.replay.coverage import RecipeCycle
 
 __all__ = ["CertifiedSteps", "Certifier", "certified_step", "trust_in"]
 

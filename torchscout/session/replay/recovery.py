@@ -21,7 +21,7 @@ from torchscout.decision.record import Action, EvidenceRecord, Incident, Manifes
 from torchscout.decision.recorder import REPLAY_FILE
 from torchscout.log import log
 from torchscout.session.reconnection import Proposal, Reconnection
-from torchscout.session.replay_driver import ReplayDriver, ReplayParts
+from torchscout.session.replay.driver import ReplayDriver, ReplayParts
 from torchscout.utils.private_files import make_folders, replace_text
 from torchscout.utils.unlisted_groups import part_of
 

@@ -18,11 +18,11 @@ from torchscout.decision.progress import Phase, Process, RankStatus
 from torchscout.decision.record import Action, EvidenceRecord, Incident, Manifestation, Scope
 from torchscout.decision.straggler.diagnosis import PhaseDiagnosis
 from torchscout.mesh import Mesh
-from torchscout.observer.post import FLAGS
-from torchscout.observer.rank_report import RankReport
-from torchscout.observer.reported_incidents import after_timeout
-from torchscout.observer.round_columns import table_of
-from torchscout.observer.round_reports import Reports
+from torchscout.observer.rounds.columns import table_of
+from torchscout.observer.rounds.post import FLAGS
+from torchscout.observer.rounds.rank_report import RankReport
+from torchscout.observer.rounds.reported_incidents import after_timeout
+from torchscout.observer.rounds.reports import Reports
 from torchscout.utils.text import listed, named, sentences
 
 __all__ = ["compare_phases", "conclude"]

@@ -11,14 +11,14 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from torchscout.checkpoint import ledger
-from torchscout.checkpoint.gate_state import CheckpointGate, Effects
-from torchscout.checkpoint.generation import Generation
 from torchscout.checkpoint.replication.replicator import Replicator
 from torchscout.checkpoint.snapshot.snapshots import Snapshots
 from torchscout.checkpoint.storage import retention
 from torchscout.checkpoint.storage.inventory import Member, Tier
 from torchscout.checkpoint.storage.shard_files import ShardFile, shard_files
+from torchscout.checkpoint.trust import ledger
+from torchscout.checkpoint.trust.gate_state import CheckpointGate, Effects
+from torchscout.checkpoint.trust.generation import Generation
 from torchscout.errors import CheckpointError
 
 __all__ = ["LedgerKeeper", "LedgerTiers"]

@@ -9,7 +9,7 @@
     rest        JSON: what few posts have
 
 A hub of a large job receives a hundred thousand of them at once. So a post is checked as it arrives, in a few
-microseconds, and read only as far as needed: ``round_columns`` reads the same parts of all posts together.
+microseconds, and read only as far as needed: ``columns`` reads the same parts of all posts together.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from hashlib import blake2b
 from typing import Any, NamedTuple
 
 from torchscout.decision.progress import CommGroup, IssuedOp, Phase, Process, Progress, RankStatus
-from torchscout.observer.rank_report import RankReport
 from torchscout.observer.record.layout import LINES, PLACES
+from torchscout.observer.rounds.rank_report import RankReport
 from torchscout.utils.network import read_json
 
 __all__ = [

@@ -12,7 +12,7 @@ from torchscout.decision.record import EvidenceRecord
 from torchscout.mesh import Axis, LayerKind
 from torchscout.replay.recipe import ABSENT, Comparison, Mode
 from torchscout.replay.verdicts import Context, judge
-from torchscout.session.certifier import Certifier
+from torchscout.session.checkpoints.certifier import Certifier
 
 __all__ = ["CAPTURED", "CaptureComparison"]
 

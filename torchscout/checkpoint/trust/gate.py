@@ -1,7 +1,7 @@
 """Decides which checkpoints are trusted: the saving half of algorithm 3, a state machine (paper, section 8).
 
 ``transition`` is a pure function from a state and an event to the next state and its effects. Every rank
-passes the same job-wide events in the same order and so reaches the same state. ``checkpoint.selection``
+passes the same job-wide events in the same order and so reaches the same state. ``checkpoint.trust.selection``
 decides which checkpoint a failed job loads.
 """
 
@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from torchscout.checkpoint.gate_state import (
+from torchscout.checkpoint.trust.gate_state import (
     Checked,
     CheckpointGate,
     Effects,
@@ -24,7 +24,7 @@ from torchscout.checkpoint.gate_state import (
     WriteFailed,
     Written,
 )
-from torchscout.checkpoint.generation import Generation
+from torchscout.checkpoint.trust.generation import Generation
 
 __all__ = ["CheckpointGate", "transition"]
 

@@ -13,16 +13,16 @@ from functools import reduce
 from pathlib import Path
 from typing import Any
 
-from torchscout.checkpoint import ledger
-from torchscout.checkpoint.gate import CheckpointGate, transition
-from torchscout.checkpoint.gate_state import Lost
-from torchscout.checkpoint.generation import Generation, TrustLevel
 from torchscout.checkpoint.resume.fetch import Fetched
-from torchscout.checkpoint.selection import Selection, SweepResult, confirm, select_checkpoint
 from torchscout.checkpoint.state.restore import restore
 from torchscout.checkpoint.state.training_state import StateParts
 from torchscout.checkpoint.storage.inventory import Member
 from torchscout.checkpoint.storage.shard_files import shard_files
+from torchscout.checkpoint.trust import ledger
+from torchscout.checkpoint.trust.gate import CheckpointGate, transition
+from torchscout.checkpoint.trust.gate_state import Lost
+from torchscout.checkpoint.trust.generation import Generation, TrustLevel
+from torchscout.checkpoint.trust.selection import Selection, SweepResult, confirm, select_checkpoint
 from torchscout.communicators import Communicators
 from torchscout.decision.record import Failure
 from torchscout.errors import CheckpointError, ScoutError, UnavailableError
@@ -49,7 +49,7 @@ WAYS_OUT = (
 )
 
 Sweeping = Callable[[int, bool], "SweepReport"]
-"""See ``session.replay_driver.ReplayDriver.sweep``."""
+"""See ``session.replay.driver.ReplayDriver.sweep``."""
 Load = Callable[[Sequence[Generation]], Fetched[Any]]
 """Loads the first of these generations that all ranks can get into the model."""
 _MOST_PROBLEMS = 4

@@ -1,4 +1,4 @@
-"""The reports of one round, by rank. Most are never read as a whole: see ``round_columns``."""
+"""The reports of one round, by rank. Most are never read as a whole: see ``columns``."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from functools import cached_property
 from typing import NamedTuple
 
 from torchscout.decision.progress import Process, Progress, RankStatus
-from torchscout.observer.post import FLAGS, Post
-from torchscout.observer.post_writer import post_of
-from torchscout.observer.rank_report import RankReport
+from torchscout.observer.rounds.post import FLAGS, Post
+from torchscout.observer.rounds.post_writer import post_of
+from torchscout.observer.rounds.rank_report import RankReport
 
 __all__ = ["Reports", "Stack"]
 

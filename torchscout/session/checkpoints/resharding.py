@@ -7,17 +7,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from torchscout.checkpoint.generation import Generation
 from torchscout.checkpoint.reshard.load import Layout, layouts_of, reshard
 from torchscout.checkpoint.resume.fetch import Fetched
 from torchscout.checkpoint.resume.plan import RestorePlan
 from torchscout.checkpoint.resume.transfer import Links
 from torchscout.checkpoint.state.training_state import StateParts
 from torchscout.checkpoint.storage.inventory import FoundShard, Member
+from torchscout.checkpoint.trust.generation import Generation
 from torchscout.communicators import Communicators
 from torchscout.errors import CheckpointError, UnavailableError
 from torchscout.log import log
-from torchscout.session.resumption import (
+from torchscout.session.checkpoints.resumption import (
     Load,
     PreviousRun,
     Resumption,

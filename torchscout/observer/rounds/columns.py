@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from torchscout.decision.hang.table import NOTHING, Hashes, Ints, Lines, RoundTable, Rows, spans
 from torchscout.decision.progress import CommGroup, Process, RankStatus
-from torchscout.observer.post import (
+from torchscout.observer.rounds.post import (
     BUSY,
     FLAGS,
     HEADER,
@@ -29,7 +29,7 @@ from torchscout.observer.post import (
     Post,
     hash_of,
 )
-from torchscout.observer.round_reports import Reports
+from torchscout.observer.rounds.reports import Reports
 
 __all__ = ["table_of"]
 

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torchscout.checkpoint.certification import SEVERITY, outcome_of
-from torchscout.checkpoint.gate_state import Outcome
-from torchscout.checkpoint.selection import SweepResult
+from torchscout.checkpoint.trust.certification import SEVERITY, outcome_of
+from torchscout.checkpoint.trust.gate_state import Outcome
+from torchscout.checkpoint.trust.selection import SweepResult
 from torchscout.communicators import Communicators, PeerCommunicator
 from torchscout.config import ReplayConfig
 from torchscout.decision.ownership import Ownership
@@ -34,15 +34,15 @@ from torchscout.replay.schedule import Rotation
 from torchscout.replay.sweep import sweep
 from torchscout.replay.verdicts import Findings
 from torchscout.session.boundary import Boundary
-from torchscout.session.captures import CAPTURED, CaptureComparison
-from torchscout.session.certifier import Certifier, trust_in
-from torchscout.session.check_history import CheckHistory
-from torchscout.session.coverage import Covered, RecipeCycle, covered_by, unwatched
-from torchscout.session.pace import EXPERTS, Pace, PaceVote
-from torchscout.session.promotion import CheckCoverage
-from torchscout.session.replay_settings import ReplaySettings
-from torchscout.session.resumption import SweepReport
-from torchscout.session.time_comparison import Compared, TimeComparison
+from torchscout.session.checkpoints.certifier import Certifier, trust_in
+from torchscout.session.checkpoints.promotion import CheckCoverage
+from torchscout.session.checkpoints.resumption import SweepReport
+from torchscout.session.replay.captures import CAPTURED, CaptureComparison
+from torchscout.session.replay.check_history import CheckHistory
+from torchscout.session.replay.coverage import Covered, RecipeCycle, covered_by, unwatched
+from torchscout.session.replay.pace import EXPERTS, Pace, PaceVote
+from torchscout.session.replay.settings import ReplaySettings
+from torchscout.session.replay.time_comparison import Compared, TimeComparison
 
 __all__ = ["ReplayDriver", "ReplayParts"]
 

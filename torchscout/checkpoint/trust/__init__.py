@@ -1,0 +1,1 @@
+"""Which checkpoint can be trusted: the gate, its ledgers, and the choice at a restart."""

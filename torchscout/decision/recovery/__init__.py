@@ -1,0 +1,1 @@
+"""What to do about an incident, and what a restarted job must know."""

@@ -1,0 +1,1 @@
+"""Rounds: the observers report to a hub, which diagnoses a hang."""

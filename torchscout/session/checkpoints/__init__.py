@@ -1,0 +1,1 @@
+"""Checkpoints in a session: capturing, certifying, replicating and resuming."""

@@ -1,0 +1,1 @@
+"""Replay in a session: when checks run, what they compare, and what they cost."""
