@@ -109,8 +109,8 @@ def write_events(run_dir: Path, mesh: Mesh) -> None:
     record(
         incident_from(
             stuck, (HUNG,), action=Action.RESTART,
-            sentence="Rank 6 on node-1 has not entered all_reduce number 3841 of default_pg; it is in its "
-            "input pipeline since 31 s, and 15 ranks wait for it.",
+            sentence="Rank 6 on node-1 has not entered all_reduce number 3841 of group default_pg; it has "
+            "been in input for 31 s. 15 ranks wait for it.",
         )
     )  # fmt: skip
     recorder.close()
