@@ -130,42 +130,43 @@ SHAPES = (16, 32, 48, 64)
 
 
 def with_room(trial: Trial) -> Trial:
-    """With time for all shapes in one check; the first check measures what one takes."""
+    """With time for all shapes in one check. The first check measures what one takes, and with the votes of
+    the second all ranks learn it."""
     return replace(trial, replay=replace(trial.replay, max_overhead=0.99))
 
 
 def test_with_time_for_several_shapes_one_check_has_all_of_them(tmp_path: Path):
-    """A kernel that is wrong at the last of four shapes is found by the second check, not by the fourth."""
+    """A kernel that is wrong at the last of four shapes is found by the third check, not by the fourth."""
     trial = with_room(
-        trial_at(tmp_path, *SHAPES, ranks=3, spread=1, steps=3, sick=(1, EXPERTS * SHAPES[-1], 0))
+        trial_at(tmp_path, *SHAPES, ranks=3, spread=1, steps=4, sick=(1, EXPERTS * SHAPES[-1], 0))
     )
     everybody = run_ranks(train, 3, trial, tmp_path / "sick", timeout=120)
     assert [seen.fired > 0 for seen in everybody] == [rank == 1 for rank in range(3)]
     (incident,) = everybody[0].incidents
-    assert (incident.scope, incident.ranks, incident.step) == (Scope.RANK, (1,), 2)
-    assert incident.records[0].layer == f"{LAYERS[1]} x{SHAPES[-1]}"
+    assert (incident.scope, incident.ranks, incident.step) == (Scope.RANK, (1,), 3)
+    assert incident.records[0].layer == f"{LAYERS[0]} x{SHAPES[-1]}"
     for seen in everybody:
         assert seen.failures == []
         assert seen.status["replay"]["certified"] is None
 
-    healthy = replace(trial, sick=None, steps=4, directory=tmp_path / "kept")
+    healthy = replace(trial, sick=None, steps=5, directory=tmp_path / "kept")
     for seen in run_ranks(train, 3, healthy, tmp_path / "healthy", timeout=120):
         assert ([each.sentence for each in seen.incidents], seen.failures, seen.unchecked) == ([], [], {})
         replayed = [each for each in seen.records if each.surface.endswith("/output")]
-        layers = [[str(each.layer) for each in replayed if each.step == step] for step in (1, 2, 3)]
-        assert layers[0] == [f"{LAYERS[0]} x16"]
-        assert layers[1] == [f"{LAYERS[1]} x{rows}" for rows in (32, 48, 64, 16)], "on one layer"
-        assert layers[2] == [f"{LAYERS[0]} x{rows}" for rows in (32, 48, 64, 16)]
+        layers = [[str(each.layer) for each in replayed if each.step == step] for step in (1, 2, 3, 4)]
+        assert layers[:2] == [[f"{LAYERS[0]} x16"], [f"{LAYERS[1]} x32"]]
+        assert layers[2] == [f"{LAYERS[0]} x{rows}" for rows in (48, 64, 16, 32)], "on one layer"
+        assert layers[3] == [f"{LAYERS[1]} x{rows}" for rows in (48, 64, 16, 32)]
         assert seen.status["replay"]["coverage"]["experts"]["together"] == len(SHAPES)
-        assert [each["verified"] for each in seen.kept] == [None, None, 2, 3], "four paths before and after"
+        assert [each["verified"] for each in seen.kept] == [None, None, None, 3, 4], "four paths before and after"
 
 
 def test_of_two_replicas_none_is_named_for_one_of_several_shapes(tmp_path: Path):
-    trial = trial_at(tmp_path, *SHAPES, ranks=2, spread=1, steps=2, sick=(1, EXPERTS * SHAPES[-1], 0))
+    trial = trial_at(tmp_path, *SHAPES, ranks=2, spread=1, steps=3, sick=(1, EXPERTS * SHAPES[-1], 0))
     everybody = run_ranks(train, 2, with_room(trial), tmp_path / "run", timeout=120)
     assert [seen.fired > 0 for seen in everybody] == [False, True]
     (incident,) = everybody[0].incidents
-    assert (incident.scope, incident.ranks, incident.step) == (Scope.PEER_GROUP, (0, 1), 2)
+    assert (incident.scope, incident.ranks, incident.step) == (Scope.PEER_GROUP, (0, 1), 3)
 
 
 def test_state_coverage_verifies_with_every_check_and_says_which_paths_it_had(tmp_path: Path):

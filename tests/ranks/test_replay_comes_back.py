@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,28 +14,22 @@ import pytest
 from tests.support.hangs import incidents
 from tests.support.ranks import run_ranks
 from tests.support.replay_jobs import Job, bytes_of, records, steps_of
-from torchscout.checkpoint.trust.certification import CheckVote
-from torchscout.checkpoint.trust.gate_state import Outcome
 from torchscout.checkpoint.trust.generation import TrustLevel
 from torchscout.collectives.call import Call
 from torchscout.collectives.interceptor import Pending, listen
-from torchscout.communicators import Communicators
 from torchscout.config import CheckpointConfig, ReplayConfig
 from torchscout.decision.record import EvidenceRecord, Manifestation
 from torchscout.errors import ChannelError
 from torchscout.faults.injector import Injector
 from torchscout.faults.plan import FaultPlan
 from torchscout.replay import replayer
-from torchscout.session.replay import driver as replay_driver
-from torchscout.session.replay.pace import PaceVote
 from torchscout.session.replay.recovery import ATTEMPTS
+from torchscout.session.replay.time_comparison import Compared, TimeComparison
 from torchscout.utils.reentrancy import in_own_work
 
 RANKS, LATE_RANK, FAULTY_STEP, STEPS = 3, 1, 3, 14
 TIMEOUT = 1.5
 CONFIG = ReplayConfig(interval=1, timeout_seconds=TIMEOUT)
-VOTES = len([*replay_driver._Ballot._fields, *PaceVote(), *CheckVote(Outcome.HEALTHY, 0).votes()])
-"""Values of the vote at the end of a check."""
 
 
 class Late:
@@ -179,17 +173,16 @@ def test_a_rank_that_fails_by_itself_keeps_no_other_rank_waiting(tmp_path: Path)
 
 def wrong_job(rank: int, run_dir: Path) -> tuple[list[int], int | None]:
     """Rank 2 computes wrong numbers in one check, and rank 1 fails when all have compared them."""
-    job, vote, has_failed = Job(rank), Communicators.highest, False
+    job, vote, has_failed = Job(rank), TimeComparison.exchange, False
 
-    def fail_before_the_vote(communicators: Communicators, values: Sequence[int]) -> list[int]:
+    def fail_before_the_vote(*args: Any, **options: Any) -> Compared:
         nonlocal has_failed
-        is_due = rank == LATE_RANK and job.step == FAULTY_STEP and not has_failed
-        if is_due and len(values) == VOTES:
+        if rank == LATE_RANK and job.step == FAULTY_STEP and not has_failed:
             has_failed = True
             raise MemoryError("no memory for a vote")
-        return vote(communicators, values)
+        return vote(*args, **options)
 
-    Communicators.highest = fail_before_the_vote  # type: ignore[method-assign]
+    TimeComparison.exchange = fail_before_the_vote  # type: ignore[method-assign]
     job.net.stack[0].down.register_forward_hook(
         lambda _, __, output: output + 1 if in_own_work() and (rank, job.step) == (2, FAULTY_STEP) else None
     )
@@ -224,17 +217,17 @@ class Kept:
 def keeping_job(rank: int, folder: Path) -> Kept:
     """Rank 1 loses its connections right after a vote that has succeeded on all ranks."""
     os.environ["TORCHSCOUT_MEMORY"] = str(folder / "memory")
-    job, vote, has_failed = Job(rank), Communicators.highest, False
+    job, vote, has_failed = Job(rank), TimeComparison.exchange, False
 
-    def vote_and_fail(communicators: Communicators, values: Sequence[int]) -> list[int]:
+    def vote_and_fail(*args: Any, **options: Any) -> Compared:
         nonlocal has_failed
-        highest = vote(communicators, values)
-        if rank == LATE_RANK and len(values) == VOTES and job.step == 4 and not has_failed:
+        compared = vote(*args, **options)
+        if rank == LATE_RANK and job.step == 4 and not has_failed:
             has_failed = True
             raise ChannelError("the connection broke when all ranks but this one had the result")
-        return highest
+        return compared
 
-    Communicators.highest = vote_and_fail  # type: ignore[method-assign]
+    TimeComparison.exchange = vote_and_fail  # type: ignore[method-assign]
     config = ReplayConfig(interval=2, timeout_seconds=60.0)
     checkpoint = CheckpointConfig(folder / "checkpoints", timeout_seconds=20.0)
     kept = Kept([], [], set(), [], {})

@@ -8,7 +8,7 @@ from typing import Any
 from rich.table import Table
 
 from torchscout.utils.tables import stacked, table
-from torchscout.utils.text import listed
+from torchscout.utils.text import listed, visible
 
 __all__ = ["status_screen", "watch_screen"]
 
@@ -20,7 +20,9 @@ _MOST_LAYERS = 200
 
 def status_screen(report: Mapping[str, Any]) -> str:
     """Return the screen of what ``standing.examined`` has returned."""
-    parts: list[Table | str] = [f"{report['run_dir']}: {report['sentence']}", "", _ranks(report["ranks"])]
+    # One line, however wide, for those who search it.
+    head = visible(f"{report['run_dir']}: {report['sentence']}")
+    parts: list[Table | str] = ["", _ranks(report["ranks"])]
     if (replay := report["replay"]) is not None:
         parts += ["", str(replay["sentence"])]
     for incident in report["incidents"]:
@@ -28,7 +30,7 @@ def status_screen(report: Mapping[str, Any]) -> str:
     for decision in report["decisions"]:
         kept = "" if decision["is_carried_out"] else ", not carried out"
         parts += ["", f"decision{kept}: {decision['sentence']}"]
-    return stacked(parts)
+    return f"{head}\n{stacked(parts)}"
 
 
 def watch_screen(document: Mapping[str, Any], width: int | None = None) -> str:
