@@ -117,3 +117,26 @@ def test_a_job_that_was_stopped_stays_stopped(tmp_path: Path):
     late.trainer_ended()
     assert RestartPlan.read(tmp_path / "checkpoints").sentence == stop.sentence
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("has_trainer_left", [True, False])
+def test_a_plan_that_was_used_no_longer_counts(tmp_path: Path, has_trainer_left: bool):
+    """A job that has resumed after corruption, and then hangs, takes its latest checkpoint."""
+    began = RestartPlan.first().after(replace(decided(SDC), is_carried_out=True))
+    hang = incident(Manifestation.HANG, step=50)
+    now = began.used().after(decided(hang, *began.restarts)) if has_trainer_left else began.used()
+    now.write(tmp_path / "checkpoints")
+    late = LateDecision(spec(tmp_path, plan=began))
+    assert late.must_end(hang)
+    late.trainer_ended()
+    for plan in plans(tmp_path):
+        assert (plan.failure, len(plan.restarts)) == (Failure.HANG, 2)
+
+
+def test_a_plan_that_was_not_used_still_counts(tmp_path: Path):
+    began = RestartPlan.first().after(replace(decided(SDC), is_carried_out=True))
+    began.write(tmp_path / "checkpoints")
+    late = LateDecision(spec(tmp_path, plan=began))
+    late.must_end(incident(Manifestation.HANG, step=50))
+    late.trainer_ended()
+    assert [plan.failure for plan in plans(tmp_path)] == [Failure.SDC, Failure.SDC]

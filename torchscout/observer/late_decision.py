@@ -17,7 +17,8 @@ from torchscout.decision.record import Decision, Incident, Manifestation
 from torchscout.decision.recorder import IncidentLog, record_one
 from torchscout.decision.recovery.command import start_command
 from torchscout.decision.recovery.policy import decide, is_allowed
-from torchscout.decision.recovery.restart_plan import is_stopped, write_plans
+from torchscout.decision.recovery.restart_plan import RestartPlan, is_same, is_stopped, write_plans
+from torchscout.errors import RestartPlanError
 
 if TYPE_CHECKING:
     from torchscout.decision.record import Recordable
@@ -56,7 +57,7 @@ class LateDecision:
             if any(map(is_stopped, map(Path, self._spec.plan_folders))):
                 self._decision = None  # trainers that refuse to go on have ended, too
                 return
-            plan = self._spec.plan.after(self._decision)
+            plan = self._plan_after(self._decision)
             for problem in write_plans(plan, map(Path, self._spec.plan_folders)):
                 print(problem, file=sys.stderr)
         if self._spec.rank == self._logged_by:
@@ -66,6 +67,18 @@ class LateDecision:
         """Record the decision if nobody has: the rank whose task it is may be gone with its observer."""
         if self.is_author:
             self._record()
+
+    def _plan_after(self, decision: Decision) -> RestartPlan:
+        """Return the plan for a decision. The trainer may have written it already. If it has used the plan
+        that the job began with, the failure of that plan no longer counts."""
+        plan = self._spec.plan
+        try:
+            found = RestartPlan.read(Path(self._spec.plan_folders[0]))
+        except RestartPlanError:
+            return plan.after(decision)
+        if len(found.restarts) > len(plan.restarts) and is_same(found.restarts[-1], decision):
+            return found
+        return (plan if found.sentence else plan.used()).after(decision)
 
     def _record(self) -> None:
         decision, config = self._decision, self._spec.recovery

@@ -1,8 +1,8 @@
 """Decides which checkpoints are trusted: the saving half of algorithm 3, a state machine (paper, section 8).
 
 ``transition`` is a pure function from a state and an event to the next state and its effects. Every rank
-passes the same job-wide events in the same order and so reaches the same state. ``checkpoint.trust.selection``
-decides which checkpoint a failed job loads.
+passes the same job-wide events in the same order and so reaches the same state. ``selection`` decides which
+checkpoint a failed job loads.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from torchscout.errors import RestartPlanError
 from torchscout.utils.identity import is_host_name
 from torchscout.utils.private_files import make_folders, open_private, replace_text
 
-__all__ = ["FOLDER_VARIABLE", "SCHEMA", "RestartPlan", "is_stopped", "write_plans"]
+__all__ = ["FOLDER_VARIABLE", "SCHEMA", "RestartPlan", "is_same", "is_stopped", "write_plans"]
 
 _NAME = "restart-plan.json"
 FOLDER_VARIABLE = "TORCHSCOUT_PLAN"
@@ -174,6 +174,11 @@ def is_stopped(folder: Path) -> bool:
         return RestartPlan.read(folder).is_stopped
     except RestartPlanError:
         return False
+
+
+def is_same(decision: Decision, other: Decision) -> bool:
+    """Whether they are one decision, though a trainer may know more about it than an observer."""
+    return _essence(decision) == _essence(other)
 
 
 def _essence(decision: Decision) -> tuple[Any, ...]:

@@ -172,7 +172,7 @@ class CheckpointManager:
         return certified_step(self._gate)
 
     def votes(self, outcome: Outcome, *, differs: bool) -> list[int]:
-        """This rank's vote at the end of a check; see ``session.checkpoints.certifier.Certifier``."""
+        """This rank's vote at the end of a check; see ``certifier.Certifier``."""
         writing, unwritten = self._gate.writing, False
         try:
             is_written = writing is None or self._writer.is_written(writing)
@@ -184,7 +184,7 @@ class CheckpointManager:
     def set_coverage(
         self, coverage: RecipeCycle, progress: Mapping[str, Stateful], covered: Callable[[], str] = str
     ) -> None:
-        """Set what the checks cover and their saved progress; see ``session.checkpoints.certifier.Certifier``."""
+        """Set what the checks cover and their saved progress; see ``certifier.Certifier``."""
         self._coverage, self._covered = coverage, covered
         self._rule = PromotionRule(self._config.coverage, coverage.recipes)
         ownership = progress.get("ownership")
@@ -193,7 +193,7 @@ class CheckpointManager:
         self._gate = self._configured(self._gate)
 
     def decide(self, step: int, counted: Sequence[int], check: CheckCoverage) -> None:
-        """Act on a check's combined votes; see ``session.checkpoints.certifier.Certifier``."""
+        """Act on a check's combined votes; see ``certifier.Certifier``."""
         self._replication.checked()
         self._problems.add(self._writer.problems())
         if self._previous_run is not None:
@@ -209,11 +209,11 @@ class CheckpointManager:
         self._write_ledgers()
 
     def state(self) -> dict[str, Any]:
-        """See ``session.checkpoints.certifier.Certifier``."""
+        """See ``certifier.Certifier``."""
         return self._gate.to_json()
 
     def agree(self, states: Sequence[Any]) -> None:
-        """Continue from what all ranks can rely on; see ``session.checkpoints.certifier.Certifier``."""
+        """Continue from what all ranks can rely on; see ``certifier.Certifier``."""
         self._carry_out(Realigned(ledger.realigned(states)))
         if self._gate.pending is None:  # what was being captured on some ranks only is not compared
             self._awaited = self._capture = self._due = None
