@@ -28,9 +28,9 @@ from typing import Any
 from observer import environment
 
 from torchscout.config import ObserverConfig, ReplayConfig
-from torchscout.decision.channel import decoded
+from torchscout.decision.consensus.channel import decoded
+from torchscout.decision.consensus.tree import FAN_OUT, Runs, groups_of
 from torchscout.decision.progress import CommGroup
-from torchscout.decision.tree import FAN_OUT, Runs, groups_of
 from torchscout.mesh import LayerKind, Mesh
 from torchscout.observer.record.layout import Declarations, line_text
 from torchscout.observer.spec import ObserverSpec, describe_mesh, hub_ranks, mesh_from

@@ -25,11 +25,11 @@ import numpy as np
 import xxhash
 
 from torchscout.config import BaselineConfig, ReplayConfig, StragglerConfig
-from torchscout.decision import c3
+from torchscout.decision.consensus import c3
+from torchscout.decision.consensus.tree import Runs, TreeChannel, groups_of
 from torchscout.decision.straggler.diagnosis import Stragglers
 from torchscout.decision.straggler.measured import Lap, Measured, encode, tables
 from torchscout.decision.straggler.timings import Timings
-from torchscout.decision.tree import Runs, TreeChannel, groups_of
 from torchscout.mesh import Axis, Mesh, PeerGroup
 
 STEPS = 8

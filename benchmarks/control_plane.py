@@ -44,7 +44,7 @@ from observer import SHARED_MEMORY, cpu_seconds, environment, line_of
 
 from torchscout.config import ObserverConfig
 from torchscout.decision.progress import CommGroup, Phase
-from torchscout.decision.recorder import Stamped
+from torchscout.decision.records.recorder import Stamped
 from torchscout.mesh import Mesh
 from torchscout.observer.monitor import ObserverHandle, launch
 from torchscout.observer.record.writer import ProgressWriter

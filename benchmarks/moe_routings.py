@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import triton
 
-from torchscout.cli.discover_plan import kernel_loads
+from torchscout.cli.discover.plan import kernel_loads
 from torchscout.experts.discovery import Executions
 from torchscout.experts.kernel.perturbation import qualify
 from torchscout.experts.kernel.profiler import KernelProfiler

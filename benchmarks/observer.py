@@ -31,7 +31,7 @@ from large_round import scale
 
 from torchscout.config import ObserverConfig
 from torchscout.decision.progress import CommGroup, Phase
-from torchscout.decision.recorder import Stamped, read
+from torchscout.decision.records.recorder import Stamped, read
 from torchscout.observer.record.writer import ProgressWriter
 
 ROUNDS = 11

@@ -24,8 +24,8 @@ from typing import Any
 from observer import SHARED_MEMORY, environment
 
 from torchscout.config import ReplayConfig
-from torchscout.decision.recorder import MOST_BYTES
-from torchscout.decision.summary import _CHECKS, _SECONDS
+from torchscout.decision.records.recorder import MOST_BYTES
+from torchscout.decision.records.summary import _CHECKS, _SECONDS
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 

@@ -40,9 +40,9 @@ from torchscout import (
     ReplayConfig,
     enable_resiliency,
 )
-from torchscout.decision import recorder
-from torchscout.decision.record import Decision, Incident
-from torchscout.decision.recorder import Stamped
+from torchscout.decision.records import recorder
+from torchscout.decision.records.record import Decision, Incident
+from torchscout.decision.records.recorder import Stamped
 
 AGENTS, RANKS_EACH = 4, 2
 RANKS = AGENTS * RANKS_EACH

@@ -22,8 +22,8 @@ from pathlib import Path
 
 import numpy as np
 
-from torchscout.decision.consensus import exact
-from torchscout.decision.record import EvidenceRecord, Manifestation
+from torchscout.decision.consensus.rules import exact
+from torchscout.decision.records.record import EvidenceRecord, Manifestation
 from torchscout.decision.repeatability import (
     BIAS,
     CHANCE,

@@ -34,8 +34,8 @@ from torch.nn import functional
 
 from torchscout.attach import enable_resiliency
 from torchscout.config import Parallelism, ReplayConfig
-from torchscout.decision import c3
-from torchscout.decision.channel import ProcessGroupChannel
+from torchscout.decision.consensus import c3
+from torchscout.decision.consensus.channel import ProcessGroupChannel
 from torchscout.mesh import Axis, PeerGroup
 from torchscout.replay.recipe import Observation, finish_signatures
 from torchscout.replay.recipes.layer import LayerRecipe

@@ -57,7 +57,7 @@ TORCH_BELOW = {
 # what a listener raises in the middle of a collective must not reach training, neither may what the
 # session suffers, and a user's callback or function may raise anything.
 BROAD_EXCEPT = {
-    "cli/discover_plan.py": 1,
+    "cli/discover/plan.py": 1,
     "testing/local_ranks.py": 2,
     "collectives/interceptor.py": 1,
     "replay/capture/hooks.py": 1,
@@ -238,7 +238,7 @@ def test_only_time_stamps_and_names_read_the_wall_clock():
     The doctor compares the wall clocks of machines, which is to look at them.
     """
     readers = {module for module in LIBRARY if "time.time()" in (PACKAGE / module).read_text()}
-    assert readers == {"decision/recorder.py", "cli/doctor/network.py"}
+    assert readers == {"decision/records/recorder.py", "cli/doctor/network.py"}
 
 
 CONSTRUCTORS = {"arange", "as_tensor", "asarray", "empty", "eye", "full", "linspace", "normal", "ones"}
@@ -288,8 +288,8 @@ def test_the_rule_against_broad_excepts_can_fail(source: str, broad: bool):
     ("dotted", "floor"),
     [
         ("torchscout.mesh.Mesh", "ground"),
-        ("torchscout.decision.c3", "decision"),
-        ("torchscout.decision.c3.compare", "decision"),
+        ("torchscout.decision.consensus.c3", "decision"),
+        ("torchscout.decision.consensus.c3.compare", "decision"),
         ("torchscout.cli", "cli"),
     ],
 )

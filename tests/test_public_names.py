@@ -35,7 +35,7 @@ PUBLIC = [
     "signatures",
 ]
 PACKAGE = Path(torchscout.__file__).parent
-WITH_TORCH = {"channel", "fold", "fold_triton", "signature"}
+WITH_TORCH = {f"consensus.{name}" for name in ("channel", "fold", "fold_triton", "signature")}
 DECISION = {
     ".".join(path.relative_to(PACKAGE / "decision").with_suffix("").parts)
     for path in (PACKAGE / "decision").rglob("[!_]*.py")

@@ -16,10 +16,10 @@ import torch.distributed as dist
 
 from torchscout.communicators import Communicators, PeerCommunicator
 from torchscout.config import ReplayConfig
-from torchscout.decision import c3, signature
-from torchscout.decision.channel import ProcessGroupChannel
-from torchscout.decision.recorder import JsonlRecorder
-from torchscout.decision.summary import SummaryRecorder
+from torchscout.decision.consensus import c3, signature
+from torchscout.decision.consensus.channel import ProcessGroupChannel
+from torchscout.decision.records.recorder import JsonlRecorder
+from torchscout.decision.records.summary import SummaryRecorder
 from torchscout.replay import active, replayer
 from torchscout.replay.capture import broadcast
 from torchscout.replay.capture.context import RngState

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from torchscout.attach import enable_resiliency
 from torchscout.config import CheckpointConfig, ObserverConfig, ReplayConfig
-from torchscout.decision.record import Incident
+from torchscout.decision.records.record import Incident
 from torchscout.faults.fault import since
 from torchscout.faults.injector import Injector
 from torchscout.faults.plan import FaultPlan

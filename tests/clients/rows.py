@@ -18,7 +18,7 @@ from tests.clients.catalog import CLIENTS, Client
 from tests.clients.job import Job, Report, Trial
 from tests.support.hangs import incidents
 from tests.support.ranks import LiveRanks, RankError
-from torchscout.decision.record import Incident, Manifestation
+from torchscout.decision.records.record import Incident, Manifestation
 from torchscout.testing.local_ranks import preload
 
 __all__ = ["ROWS", "Result", "run"]

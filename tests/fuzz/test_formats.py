@@ -23,7 +23,7 @@ from torchscout.checkpoint.trust.gate_state import CheckpointGate
 from torchscout.checkpoint.trust.generation import Generation, TrustLevel
 from torchscout.config import ObserverConfig, ReplayConfig, StragglerConfig
 from torchscout.decision.progress import CommGroup, Phase
-from torchscout.decision.recorder import JsonlRecorder, read
+from torchscout.decision.records.recorder import JsonlRecorder, read
 from torchscout.errors import CheckpointError, TornRecordError
 from torchscout.observer.record.directory import End, RankEntry, read_ends, read_roster
 from torchscout.observer.record.reader import ProgressReader

@@ -28,7 +28,7 @@ from torchscout.checkpoint.replication.streams import Secret
 from torchscout.checkpoint.storage.shards import path_of
 from torchscout.config import ObserverConfig
 from torchscout.decision.progress import CommGroup, Phase
-from torchscout.decision.recorder import read
+from torchscout.decision.records.recorder import read
 from torchscout.mesh import Mesh
 from torchscout.observer.process import ObserverProcess
 from torchscout.observer.record.writer import ProgressWriter

@@ -17,14 +17,14 @@ import torch
 
 from tests.support import ranks  # noqa: F401  what the ranks of all tests preload
 from torchscout.campaign.campaigns import MODULES, paper_on, run_kernel
-from torchscout.campaign.cell import Cell, Hardware, Processes
+from torchscout.campaign.cells.cell import Cell, Hardware, Processes
+from torchscout.campaign.cells.moe import run_routed
+from torchscout.campaign.cells.observed import run_observed
+from torchscout.campaign.cells.paper_cells import REPLAYED, SLOW, slow_layers
+from torchscout.campaign.cells.recovery import run_recovery
+from torchscout.campaign.cells.warm import run_warm
 from torchscout.campaign.grading import Flaw
 from torchscout.campaign.machine import fitted
-from torchscout.campaign.moe import run_routed
-from torchscout.campaign.observed import run_observed
-from torchscout.campaign.paper_cells import REPLAYED, SLOW, slow_layers
-from torchscout.campaign.recovery import run_recovery
-from torchscout.campaign.warm import run_warm
 from torchscout.faults.effects import DeviceSpin
 from torchscout.faults.plan import FaultPlan
 from torchscout.testing.local_ranks import preload

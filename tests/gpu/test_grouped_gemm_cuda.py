@@ -8,9 +8,9 @@ from torch import nn
 from torch.nn import functional
 
 from tests.support.grouped_gemm_oracle import counts_of, reference, worst_error
-from torchscout.campaign.cell import Cell
-from torchscout.campaign.kernel_process import perturb_all
-from torchscout.campaign.paper_cells import WORK
+from torchscout.campaign.cells.cell import Cell
+from torchscout.campaign.cells.kernel_process import perturb_all
+from torchscout.campaign.cells.paper_cells import WORK
 from torchscout.experts.kernel.expert_layer import Experts, grouped_linear
 from torchscout.experts.launch_profiler import LaunchProfiler
 

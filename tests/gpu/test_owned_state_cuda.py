@@ -16,7 +16,7 @@ from tests.support.ranks import LiveRanks, run_ranks
 from tests.support.replay_jobs import differing
 from tests.support.resting_jobs import Resting, resting
 from torchscout.config import ReplayConfig
-from torchscout.decision.record import Scope
+from torchscout.decision.records.record import Scope
 from torchscout.faults.plan import FaultPlan
 
 pytestmark = [pytest.mark.gpu, pytest.mark.nccl(4)]

@@ -18,13 +18,13 @@ import pytest
 import typer
 
 from torchscout.campaign.campaigns import MODULES, PAPER, run_kernel
-from torchscout.campaign.cell import ROWS, Cell, Processes
+from torchscout.campaign.cells.cell import ROWS, Cell, Processes
+from torchscout.campaign.cells.moe import run_routed
+from torchscout.campaign.cells.observed import QUICK, observe, train
+from torchscout.campaign.cells.paper_cells import REPLAYED
+from torchscout.campaign.cells.warm import EVERY_STEP, run_warm
 from torchscout.campaign.grading import Flaw
-from torchscout.campaign.moe import run_routed
-from torchscout.campaign.observed import QUICK, observe, train
-from torchscout.campaign.paper_cells import REPLAYED
 from torchscout.campaign.results import Result
-from torchscout.campaign.warm import EVERY_STEP, run_warm
 from torchscout.cli.campaign import Options, print_campaign, run_campaign
 from torchscout.config import StragglerConfig
 from torchscout.faults.fault import since

@@ -10,7 +10,7 @@ import pytest
 from tests.support.compiled_jobs import STEPS, WAYS, Way, compiled_job, frames_compiled, with_and_without
 from tests.support.ranks import run_ranks
 from tests.support.replay_jobs import differing
-from torchscout.decision.record import Action, Manifestation, Scope
+from torchscout.decision.records.record import Action, Manifestation, Scope
 from torchscout.faults.plan import FaultPlan
 
 RARE = ("around DDP", "DDP in place", "blocks too", "in one piece", "with static shapes that change")

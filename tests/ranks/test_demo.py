@@ -17,9 +17,9 @@ from typer.testing import CliRunner
 
 from tests.ranks.test_campaign import processes_of
 from torchscout.cli.main import app
-from torchscout.decision import recorder
-from torchscout.decision.record import Incident
-from torchscout.decision.recorder import Stamped
+from torchscout.decision.records import recorder
+from torchscout.decision.records.record import Incident
+from torchscout.decision.records.recorder import Stamped
 
 SCOUT = Path(sys.executable).with_name("scout")
 STEPS = 12

@@ -32,7 +32,7 @@ from tests.support.ranks import RankError, run_ranks
 from torchscout.attach import enable_resiliency
 from torchscout.collectives.interceptor import listen
 from torchscout.config import Parallelism
-from torchscout.decision.record import Action, Incident, Manifestation, Scope
+from torchscout.decision.records.record import Action, Incident, Manifestation, Scope
 from torchscout.faults.injector import Injector
 from torchscout.faults.plan import FaultPlan
 from torchscout.mesh import Mesh

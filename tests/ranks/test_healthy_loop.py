@@ -11,8 +11,8 @@ import pytest
 from tests.ranks.test_recovery import answers, decisions, run
 from tests.ranks.test_standby import own_address
 from tests.support.torchrun_agents import ROOT, installed, running_agents
-from torchscout.decision.record import Action, Manifestation
-from torchscout.decision.recorder import IncidentLog
+from torchscout.decision.records.record import Action, Manifestation
+from torchscout.decision.records.recorder import IncidentLog
 from torchscout.decision.recovery.restart_plan import RestartPlan
 
 pytestmark = pytest.mark.slow

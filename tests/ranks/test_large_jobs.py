@@ -16,8 +16,8 @@ from torchscout.attach import enable_resiliency
 from torchscout.collectives.call import Call
 from torchscout.collectives.interceptor import Pending, listen
 from torchscout.config import ReplayConfig
-from torchscout.decision import tree
-from torchscout.decision.tree import TreeChannel, groups_of
+from torchscout.decision.consensus import tree
+from torchscout.decision.consensus.tree import TreeChannel, groups_of
 from torchscout.errors import ChannelError
 from torchscout.faults.injector import Injector
 from torchscout.faults.plan import FaultPlan

@@ -16,8 +16,8 @@ from tests.ranks.test_recovery import answers, run
 from tests.ranks.test_standby import own_address
 from tests.support.recovery_job import CULPRIT
 from tests.support.torchrun_agents import Agents, installed, running_agents
-from torchscout.decision.record import Action, Decision, Scope
-from torchscout.decision.recorder import IncidentLog
+from torchscout.decision.records.record import Action, Decision, Scope
+from torchscout.decision.records.recorder import IncidentLog
 from torchscout.decision.recovery.restart_plan import RestartPlan
 
 pytestmark = pytest.mark.slow

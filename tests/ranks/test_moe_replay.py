@@ -10,7 +10,7 @@ import pytest
 from tests.support.mixture_jobs import Outcome, Trial, train
 from tests.support.ranks import run_ranks
 from torchscout.config import ReplayConfig
-from torchscout.decision.record import Scope
+from torchscout.decision.records.record import Scope
 from torchscout.faults.plan import FaultPlan
 
 REPLAYED = range(1, 200)

@@ -18,7 +18,7 @@ from tests.support.hangs import QUICK, STALL, STEPS, Net, incidents, wait_for_in
 from tests.support.ranks import may_have_children, run_ranks
 from torchscout.attach import enable_resiliency
 from torchscout.config import ReplayConfig, StragglerConfig
-from torchscout.decision.record import Action, Incident, Manifestation, Scope
+from torchscout.decision.records.record import Action, Incident, Manifestation, Scope
 
 SOON = replace(QUICK, min_silence_seconds=5.0, repeat_seconds=0.5)
 """Surveys follow each other quickly, and no step is long enough for a hang."""

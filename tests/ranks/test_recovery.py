@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from tests.support.recovery_job import CULPRIT, FAULTY_STEP
-from torchscout.decision.record import Action, Decision
-from torchscout.decision.recorder import IncidentLog
+from torchscout.decision.records.record import Action, Decision
+from torchscout.decision.records.recorder import IncidentLog
 from torchscout.decision.recovery.restart_plan import RestartPlan
 
 pytestmark = pytest.mark.slow

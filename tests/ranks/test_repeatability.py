@@ -17,7 +17,7 @@ from tests.support.replayed_job import REPLAY, batch
 from tests.support.restless_layers import net_of
 from torchscout.attach import enable_resiliency
 from torchscout.config import ReplayConfig
-from torchscout.decision.record import EvidenceRecord, Manifestation
+from torchscout.decision.records.record import EvidenceRecord, Manifestation
 from torchscout.faults.injector import Injector
 from torchscout.faults.plan import FaultPlan
 

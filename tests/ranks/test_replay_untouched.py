@@ -14,8 +14,8 @@ from tests.support.variations import VARIATIONS, Trained, train
 from torchscout.attach import enable_resiliency
 from torchscout.collectives.interceptor import listen
 from torchscout.config import Parallelism, ReplayConfig
-from torchscout.decision.record import EvidenceRecord, Manifestation
-from torchscout.decision.recorder import Stamped, read
+from torchscout.decision.records.record import EvidenceRecord, Manifestation
+from torchscout.decision.records.recorder import Stamped, read
 
 STEPS, RANKS = 12, 3
 EVERY_STEP = ReplayConfig(interval=1, variants=(1.0, 0.1), records="all")

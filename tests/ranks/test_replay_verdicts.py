@@ -19,7 +19,7 @@ from tests.support.ranks import run_ranks
 from tests.support.replay_jobs import GridJob, Job, differing, records
 from tests.support.replayed_job import REPLAY, WIDTH, Block, Found, Net, checked_training
 from torchscout.config import ReplayConfig
-from torchscout.decision.record import Action, EvidenceRecord, Incident, Manifestation, Scope
+from torchscout.decision.records.record import Action, EvidenceRecord, Incident, Manifestation, Scope
 from torchscout.faults.injector import Injector
 from torchscout.faults.plan import FaultPlan
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from torchscout.decision.record import Incident, Manifestation
-from torchscout.decision.recorder import IncidentLog
+from torchscout.decision.records.record import Incident, Manifestation
+from torchscout.decision.records.recorder import IncidentLog
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]

@@ -14,8 +14,8 @@ import pytest
 
 from tests.support.ranks import run_ranks
 from tests.support.soaking_job import INTERVAL, PARTS, Part, Soaked, sizes_in, train
-from torchscout.decision.record import Agreements
-from torchscout.decision.recorder import Stamped, read
+from torchscout.decision.records.record import Agreements
+from torchscout.decision.records.recorder import Stamped, read
 from torchscout.decision.recovery.restart_plan import RestartPlan
 
 STEPS = int(os.environ.get("SCOUT_SOAK", "2000"))

@@ -18,8 +18,8 @@ from tests.ranks.test_recovery import run
 from tests.support.recovery_job import CULPRIT
 from tests.support.small_job import until
 from tests.support.torchrun_agents import ROOT, Agents, installed, running_agents
-from torchscout.decision.record import Action, Decision, Failure
-from torchscout.decision.recorder import IncidentLog
+from torchscout.decision.records.record import Action, Decision, Failure
+from torchscout.decision.records.recorder import IncidentLog
 from torchscout.decision.recovery.restart_plan import RestartPlan
 
 slow = pytest.mark.slow

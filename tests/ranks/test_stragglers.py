@@ -11,7 +11,7 @@ from tests.support.ranks import run_ranks
 from tests.support.replayed_job import Found, checked_training
 from tests.support.straggler_jobs import ALL, Layout, Result, train
 from torchscout.config import BaselineConfig, ReplayConfig
-from torchscout.decision.record import EvidenceRecord
+from torchscout.decision.records.record import EvidenceRecord
 from torchscout.faults.plan import FaultPlan
 from torchscout.mesh import Mesh
 

@@ -9,7 +9,7 @@ import pytest
 from tests.support.graphed_jobs import STEPS, WARM, Trial, train
 from tests.support.ranks import RankError, run_ranks
 from tests.support.replay_jobs import differing
-from torchscout.decision.record import Manifestation, Scope
+from torchscout.decision.records.record import Manifestation, Scope
 from torchscout.faults.plan import FaultPlan
 
 LAYERS = ("tokens", "stack.0", "stack.1", "head")

@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.small_job import SmallJob, small_job, until
 from tests.support.wall_clock import WallClock, why_impossible
-from torchscout.decision.recorder import Stamped, read
+from torchscout.decision.records.recorder import Stamped, read
 
 pytestmark = pytest.mark.skipif(why_impossible() is not None, reason=str(why_impossible()))
 

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tests.support.replay_jobs import Job, bytes_of, in_replay, records
 from tests.support.replayed_job import Net, device
 from torchscout.config import ReplayConfig
-from torchscout.decision.record import EvidenceRecord, Incident
+from torchscout.decision.records.record import EvidenceRecord, Incident
 from torchscout.faults.injector import Injector
 from torchscout.faults.plan import FaultPlan
 from torchscout.log import show_by_default

@@ -25,8 +25,8 @@ from tests.support.deepspeed_places import Places, ours, theirs, tidy_up
 from tests.support.findings import Findings
 from torchscout.attach import enable_resiliency
 from torchscout.config import CheckpointConfig, ObserverConfig, ReplayConfig
-from torchscout.decision.record import EvidenceRecord
-from torchscout.decision.recorder import read
+from torchscout.decision.records.record import EvidenceRecord
+from torchscout.decision.records.recorder import read
 from torchscout.errors import ScoutError
 from torchscout.faults.effects import FlipBit
 from torchscout.faults.injector import Injector

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from tests.support.incidents import incident_from
 from torchscout.config import StragglerConfig
-from torchscout.decision.consensus import Status, Verdict, exact, statistical
-from torchscout.decision.record import (
+from torchscout.decision.consensus.rules import Status, Verdict, exact, statistical
+from torchscout.decision.records.record import (
     Action,
     Decision,
     EvidenceRecord,
@@ -17,8 +17,8 @@ from torchscout.decision.record import (
     Started,
     Trust,
 )
-from torchscout.decision.recorder import JsonlRecorder
-from torchscout.decision.summary import SummaryRecorder
+from torchscout.decision.records.recorder import JsonlRecorder
+from torchscout.decision.records.summary import SummaryRecorder
 from torchscout.mesh import AXES, Mesh
 from torchscout.observer.record.directory import RankEntry
 

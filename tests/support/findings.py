@@ -8,8 +8,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from torchscout.decision.record import EvidenceRecord, Incident, Manifestation
-from torchscout.decision.recorder import Stamped, read
+from torchscout.decision.records.record import EvidenceRecord, Incident, Manifestation
+from torchscout.decision.records.recorder import Stamped, read
 from torchscout.session.session import Session
 
 __all__ = ["Findings", "evidence_of", "findings_of"]

@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 
 from torchscout.config import ObserverConfig
-from torchscout.decision import recorder
-from torchscout.decision.record import Incident, Resolved
-from torchscout.decision.recorder import Stamped
+from torchscout.decision.records import recorder
+from torchscout.decision.records.record import Incident, Resolved
+from torchscout.decision.records.recorder import Stamped
 
 __all__ = [
     "QUICK",

@@ -19,7 +19,7 @@ from tests.support.replayed_job import Block, Net, batch, device
 from torchscout.attach import enable_resiliency
 from torchscout.collectives.interceptor import listen
 from torchscout.config import ReplayConfig
-from torchscout.decision.record import Incident
+from torchscout.decision.records.record import Incident
 
 __all__ = ["HIDING", "Seen", "hiding_training"]
 

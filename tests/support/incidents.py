@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torchscout.decision.record import Action, EvidenceRecord, Incident, Scope
+from torchscout.decision.records.record import Action, EvidenceRecord, Incident, Scope
 
 __all__ = ["incident_from"]
 

@@ -16,7 +16,7 @@ from tests.support.all_records import all_records
 from tests.support.findings import Findings
 from torchscout.attach import enable_resiliency
 from torchscout.config import CheckpointConfig, ReplayConfig
-from torchscout.decision.recorder import read
+from torchscout.decision.records.recorder import read
 from torchscout.faults.injector import Injector
 from torchscout.faults.plan import FaultPlan
 from torchscout.mesh import Mesh

@@ -20,7 +20,7 @@ from tests.support.findings import Findings
 from tests.support.hangs import resolutions
 from tests.support.ranks import LiveRanks, RankError
 from torchscout.config import BaselineConfig, ObserverConfig, ReplayConfig, StragglerConfig
-from torchscout.decision.record import Incident
+from torchscout.decision.records.record import Incident
 
 __all__ = [
     "CHECKED",

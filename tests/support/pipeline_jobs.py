@@ -22,7 +22,7 @@ from tests.support.replay_results import bits_of
 from tests.support.replayed_job import batch
 from torchscout.attach import enable_resiliency
 from torchscout.config import ReplayConfig
-from torchscout.decision.record import EvidenceRecord, Manifestation
+from torchscout.decision.records.record import EvidenceRecord, Manifestation
 from torchscout.faults.injector import Injector
 from torchscout.faults.plan import FaultPlan
 

@@ -20,7 +20,7 @@ from tests.support.findings import evidence_of
 from tests.support.replayed_job import Net, batch
 from torchscout.attach import enable_resiliency
 from torchscout.config import ReplayConfig
-from torchscout.decision.record import EvidenceRecord, Manifestation
+from torchscout.decision.records.record import EvidenceRecord, Manifestation
 from torchscout.session.session import Session
 from torchscout.utils.reentrancy import in_own_work
 

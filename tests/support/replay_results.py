@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from tests.support.findings import evidence_of
-from torchscout.decision.record import EvidenceRecord, Manifestation
+from torchscout.decision.records.record import EvidenceRecord, Manifestation
 from torchscout.session.session import Session
 
 __all__ = ["Result", "bits_of", "local_of", "result_of"]

@@ -19,7 +19,7 @@ from tests.support.all_records import all_records
 from tests.support.findings import evidence_of
 from torchscout.attach import enable_resiliency
 from torchscout.config import ReplayConfig
-from torchscout.decision.record import EvidenceRecord, Incident, Manifestation
+from torchscout.decision.records.record import EvidenceRecord, Incident, Manifestation
 from torchscout.decision.repeatability import MAX_REPLAYS
 from torchscout.faults.injector import Firing, Injector
 from torchscout.faults.plan import FaultPlan

@@ -18,7 +18,7 @@ from tests.support.replay_results import Result, bits_of, result_of
 from tests.support.replayed_job import Net, batch
 from torchscout.attach import enable_resiliency
 from torchscout.config import ReplayConfig
-from torchscout.decision.record import Manifestation
+from torchscout.decision.records.record import Manifestation
 from torchscout.faults.injector import Injector
 from torchscout.faults.plan import FaultPlan
 from torchscout.utils.reentrancy import in_own_work

@@ -25,7 +25,7 @@ from typing import Any
 
 from torchscout.config import ObserverConfig
 from torchscout.decision.progress import CommGroup, Phase
-from torchscout.decision.recorder import Stamped, read
+from torchscout.decision.records.recorder import Stamped, read
 from torchscout.errors import ObserverError
 from torchscout.observer import stacks
 from torchscout.observer.monitor import launch

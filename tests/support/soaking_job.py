@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tests.support.replayed_job import Net, batch
 from torchscout.attach import enable_resiliency
 from torchscout.config import CheckpointConfig, ObserverConfig, RecoveryConfig, ReplayConfig
-from torchscout.decision.record import Incident
+from torchscout.decision.records.record import Incident
 from torchscout.session.session import Session
 
 __all__ = ["INTERVAL", "PARTS", "Part", "Soaked", "sizes_in", "train"]

@@ -16,7 +16,7 @@ import pytest
 
 from torchscout.decision.hang.diagnosis import diagnose
 from torchscout.decision.progress import CommGroup, IssuedOp, Phase, Process, Progress, RankStatus
-from torchscout.decision.record import Incident, Manifestation, from_json
+from torchscout.decision.records.record import Incident, Manifestation, from_json
 from torchscout.mesh import Mesh
 
 ALL_REDUCE = "all_reduce float32[1024] sum"

@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from torchscout.decision.channel import PeerChannel, ThreadChannel
-from torchscout.decision.tree import TreeChannel, groups_of
+from torchscout.decision.consensus.channel import PeerChannel, ThreadChannel
+from torchscout.decision.consensus.tree import TreeChannel, groups_of
 from torchscout.mesh import Axis, PeerGroup
 
 __all__ = ["CountedChannel", "ThreadPeers", "on_threads", "tree_of_threads"]

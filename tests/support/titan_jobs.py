@@ -48,8 +48,8 @@ from torchscout.attach import enable_resiliency
 from torchscout.collectives.call import SCOUT_GROUP, Call
 from torchscout.collectives.interceptor import listen
 from torchscout.config import CheckpointConfig, ObserverConfig, ReplayConfig
-from torchscout.decision.record import EvidenceRecord
-from torchscout.decision.recorder import read
+from torchscout.decision.records.record import EvidenceRecord
+from torchscout.decision.records.recorder import read
 from torchscout.errors import ScoutError
 from torchscout.faults.effects import FlipBit
 from torchscout.faults.injector import Injector

@@ -13,10 +13,10 @@ from torchscout.campaign.ablation.variants import (
     unconfirmed,
 )
 from torchscout.config import StragglerConfig
-from torchscout.decision.consensus import exact, statistical
+from torchscout.decision.consensus.rules import exact, statistical
 from torchscout.decision.progress import Phase, Process, Progress, RankStatus
-from torchscout.decision.record import EvidenceRecord, Manifestation, Scope
-from torchscout.decision.recorder import Stamped
+from torchscout.decision.records.record import EvidenceRecord, Manifestation, Scope
+from torchscout.decision.records.recorder import Stamped
 from torchscout.faults.ground_truth import GroundTruth
 from torchscout.mesh import Mesh
 

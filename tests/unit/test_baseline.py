@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 from torchscout.config import BaselineConfig
-from torchscout.decision.consensus import statistical
-from torchscout.decision.record import Action, EvidenceRecord, Manifestation, Scope
+from torchscout.decision.consensus.rules import statistical
+from torchscout.decision.records.record import Action, EvidenceRecord, Manifestation, Scope
 from torchscout.decision.straggler.diagnosis import Baseline
 
 QUIET = [50.0, 50.4, 50.2, 49.7]

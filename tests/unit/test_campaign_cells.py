@@ -9,10 +9,10 @@ import pytest
 
 from torchscout.campaign.ablation.variants import ablation_cells, pieces_for
 from torchscout.campaign.campaigns import PAPER, chosen, sampled
-from torchscout.campaign.cell import ROWS, Cell
-from torchscout.campaign.paper_cells import SHAPES, WORK, Turns, paper_cells
-from torchscout.campaign.warm import WARMUP, planned, scheduled
-from torchscout.decision.record import Manifestation, Scope
+from torchscout.campaign.cells.cell import ROWS, Cell
+from torchscout.campaign.cells.paper_cells import SHAPES, WORK, Turns, paper_cells
+from torchscout.campaign.cells.warm import WARMUP, planned, scheduled
+from torchscout.decision.records.record import Manifestation, Scope
 from torchscout.faults.plan import FaultPlan
 from torchscout.testing.moe_model import LAYERS, MoeTransformer
 from torchscout.testing.transformer import TINY, Transformer

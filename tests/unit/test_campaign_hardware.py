@@ -13,16 +13,16 @@ from typer.testing import CliRunner
 
 from torchscout.campaign import machine
 from torchscout.campaign.campaigns import PAPER, paper_on, sampled
-from torchscout.campaign.cell import LAYOUTS, Cell, Hardware
+from torchscout.campaign.cells.cell import LAYOUTS, Cell, Hardware
+from torchscout.campaign.cells.paper_cells import paper_cells
+from torchscout.campaign.cells.training import is_busy, retried
 from torchscout.campaign.grading import Flaw, Grade
 from torchscout.campaign.machine import fitted, hardware_for
 from torchscout.campaign.page import page
-from torchscout.campaign.paper_cells import paper_cells
 from torchscout.campaign.results import Result, Store
 from torchscout.campaign.tables import markdown
-from torchscout.campaign.training import is_busy, retried
 from torchscout.cli.campaign import app, run_campaign
-from torchscout.decision.record import Scope
+from torchscout.decision.records.record import Scope
 from torchscout.faults.effects import DeviceSpin, Sleep
 from torchscout.faults.injector import Injector
 from torchscout.faults.plan import FaultPlan

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from torchscout.campaign.cells.recovery import STEPS, Counter, RecoveryRankResult, recovered
 from torchscout.campaign.grading import Flaw, Grade
-from torchscout.campaign.recovery import STEPS, Counter, RecoveryRankResult, recovered
 
 CORRUPTED = [RecoveryRankResult([], [], 3, 0, {1: "a", 2: f"b{rank}", 3: "spoilt"}) for rank in range(2)]
 RESUMED = [

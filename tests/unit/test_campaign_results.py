@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from torchscout.campaign.ablation.variants import PIECES, ablations, screen_of
-from torchscout.campaign.cell import ROWS, Cell
+from torchscout.campaign.cells.cell import ROWS, Cell
+from torchscout.campaign.cells.paper_cells import paper_cells
 from torchscout.campaign.grading import Flaw, Grade
 from torchscout.campaign.page import page
-from torchscout.campaign.paper_cells import paper_cells
 from torchscout.campaign.results import Found, Result, Store, as_report, interval, percentile, summarized
 from torchscout.campaign.tables import screen_of as screen_of_rows
 

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from torchscout.campaign.cell import Cell
+from torchscout.campaign.cells.cell import Cell
+from torchscout.campaign.cells.moe import MoeRankResult, in_its_turn
+from torchscout.campaign.cells.paper_cells import Turns
 from torchscout.campaign.grading import Flaw, Grade
-from torchscout.campaign.moe import MoeRankResult, in_its_turn
-from torchscout.campaign.paper_cells import Turns
-from torchscout.decision.consensus import exact
-from torchscout.decision.record import Action, EvidenceRecord, Incident, Manifestation, Scope
+from torchscout.decision.consensus.rules import exact
+from torchscout.decision.records.record import Action, EvidenceRecord, Incident, Manifestation, Scope
 from torchscout.faults.plan import FaultPlan
 
 TURNS = Turns((128, 512), 2)

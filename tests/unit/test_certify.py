@@ -11,8 +11,8 @@ from torchscout.checkpoint.trust.certification import CheckVote, events_of, outc
 from torchscout.checkpoint.trust.gate import CheckpointGate, transition
 from torchscout.checkpoint.trust.gate_state import Checked, Lost, Outcome, Sealed, WriteFailed, Written
 from torchscout.checkpoint.trust.generation import Generation
-from torchscout.decision.consensus import exact, statistical
-from torchscout.decision.record import Action, EvidenceRecord, Incident, Manifestation
+from torchscout.decision.consensus.rules import exact, statistical
+from torchscout.decision.records.record import Action, EvidenceRecord, Incident, Manifestation
 from torchscout.decision.repeatability import NONDETERMINISTIC, UNDECIDED
 from torchscout.decision.sdc import FAILED
 from torchscout.errors import CheckpointError

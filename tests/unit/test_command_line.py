@@ -21,7 +21,7 @@ import torchscout
 from tests.support.checkpoint_folders import make_disk, put_ledgers
 from tests.unit.test_explain_command import late_rank, write_json
 from torchscout.campaign.campaigns import PAPER
-from torchscout.campaign.cell import ROWS, Cell
+from torchscout.campaign.cells.cell import ROWS, Cell
 from torchscout.campaign.grading import Grade
 from torchscout.campaign.results import Result
 from torchscout.campaign.tables import HEADS, screen_of
@@ -347,7 +347,7 @@ def test_what_needs_triton_is_skipped_and_counted_without_it(
     message = refused("campaign paper", "--quick --cells moe-kernel", places)
     assert "none of these cells can run here: the expert kernel needs Triton: pip install triton" in message
     monkeypatch.setattr(multiprocessing.process.BaseProcess, "start", None)
-    from torchscout.campaign.cell import Hardware
+    from torchscout.campaign.cells.cell import Hardware
     from torchscout.cli import campaign
 
     wanted, skipped = campaign._wanted(PAPER, campaign.PaperOptions(quick=True), Hardware())

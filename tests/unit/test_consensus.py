@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from torchscout.decision.consensus import Status, exact, known, robust_scale, statistical
+from torchscout.decision.consensus.rules import Status, exact, known, robust_scale, statistical
 
 AGREE, ATTRIBUTED, INCONCLUSIVE = Status.AGREE, Status.ATTRIBUTED, Status.INCONCLUSIVE
 nan, inf = math.nan, math.inf

@@ -4,8 +4,8 @@ import random
 import pytest
 
 from torchscout.config import StragglerConfig
-from torchscout.decision.consensus import statistical
-from torchscout.decision.record import Action, EvidenceRecord, Manifestation, Scope
+from torchscout.decision.consensus.rules import statistical
+from torchscout.decision.records.record import Action, EvidenceRecord, Manifestation, Scope
 from torchscout.decision.straggler.groups import CollectiveTime, GroupDiagnosis, incident
 from torchscout.decision.straggler.localization import Diagnosis, Group, localize
 from torchscout.mesh import Mesh, MeshAddress

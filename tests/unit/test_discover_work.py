@@ -9,8 +9,8 @@ import pytest
 from rich.console import Console
 
 from tests.support.tiled_matmul import LOADS, TiledMatmul
-from torchscout.cli.discover import Screen, screen_of
-from torchscout.cli.discover_plan import DiscoveryPlan, Kernel, discovered, layers_in, rows_in
+from torchscout.cli.discover.command import Screen, screen_of
+from torchscout.cli.discover.plan import DiscoveryPlan, Kernel, discovered, layers_in, rows_in
 from torchscout.experts.catalog import Catalog
 from torchscout.experts.templates import Routings
 

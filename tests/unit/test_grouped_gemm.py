@@ -36,7 +36,7 @@ PERTURBED = (18, 20, (0, 7, 18), 2)
 
 
 def run_cases() -> dict[str, Any]:
-    from torchscout.campaign.moe import speed_up_interpreter
+    from torchscout.campaign.cells.moe import speed_up_interpreter
 
     speed_up_interpreter()
     return {
@@ -300,8 +300,8 @@ def test_a_corrupted_kernel_computes_one_tile_wrong_and_reports_it(interpreted):
 
 
 def test_a_qualification_in_which_something_was_missed_does_not_pass():
+    from torchscout.campaign.cells.kernel_process import grade_of
     from torchscout.campaign.grading import Flaw
-    from torchscout.campaign.kernel_process import grade_of
     from torchscout.experts.kernel.grouped_gemm import Perturbation
     from torchscout.experts.kernel.perturbation import Injected, Qualification
     from torchscout.experts.kernel.work_items import Pass

@@ -16,10 +16,10 @@ from tests.support.stuck_job import (
     replicas,
     with_and_without_stacks,
 )
-from torchscout.decision.consensus import Status
+from torchscout.decision.consensus.rules import Status
 from torchscout.decision.hang.diagnosis import diagnose
 from torchscout.decision.progress import Phase
-from torchscout.decision.record import Action, Scope
+from torchscout.decision.records.record import Action, Scope
 from torchscout.mesh import Mesh
 
 # a, b, c: one rank is late.

@@ -13,7 +13,7 @@ from tests.support.stuck_job import (
     with_and_without_stacks,
 )
 from torchscout.decision.progress import Phase
-from torchscout.decision.record import Action, Scope
+from torchscout.decision.records.record import Action, Scope
 from torchscout.mesh import Mesh
 
 # i: opposite order.

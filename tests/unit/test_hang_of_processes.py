@@ -18,7 +18,7 @@ from tests.support.stuck_job import (
 )
 from torchscout.decision.hang.diagnosis import diagnose
 from torchscout.decision.progress import Phase, Process, RankStatus
-from torchscout.decision.record import Action, Scope
+from torchscout.decision.records.record import Action, Scope
 from torchscout.mesh import Mesh
 
 # k, l, m: the process itself.

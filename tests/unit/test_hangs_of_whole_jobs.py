@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.stuck_job import Act, Busy, Enter, StuckJob, Wait
 from torchscout.decision.progress import Phase
-from torchscout.decision.record import Scope
+from torchscout.decision.records.record import Scope
 from torchscout.mesh import Mesh
 
 SHAPES = [

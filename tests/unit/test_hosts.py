@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 
 from tests.unit.test_policy import SDC, decided
 from torchscout.cli.main import app
-from torchscout.decision.record import Action, Decision, Failure
-from torchscout.decision.recorder import JsonlRecorder
+from torchscout.decision.records.record import Action, Decision, Failure
+from torchscout.decision.records.recorder import JsonlRecorder
 from torchscout.decision.recovery.restart_plan import RestartPlan
 from torchscout.observer.record.directory import RankEntry
 

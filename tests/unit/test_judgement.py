@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from tests.support.incidents import incident_from
-from torchscout.decision.consensus import Status
-from torchscout.decision.record import (
+from torchscout.decision.consensus.rules import Status
+from torchscout.decision.records.record import (
     Action,
     EvidenceRecord,
     Incident,

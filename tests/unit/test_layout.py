@@ -17,7 +17,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.support.capturing import armed, calling, reason
 from tests.support.replay_by_hand import CPU, receiver
-from torchscout.decision.signature import signature
+from torchscout.decision.consensus.signature import signature
 from torchscout.errors import ReplayError
 from torchscout.replay.capture.broadcast import (
     DTensorLayout,

@@ -8,8 +8,9 @@ import struct
 
 import pytest
 
-from torchscout.decision import c3, consensus
-from torchscout.decision.channel import PeerChannel
+from torchscout.decision.consensus import c3
+from torchscout.decision.consensus import rules as consensus
+from torchscout.decision.consensus.channel import PeerChannel
 from torchscout.mesh import Axis, PeerGroup
 
 

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from torchscout.config import StragglerConfig
-from torchscout.decision.consensus import statistical
-from torchscout.decision.record import EvidenceRecord, Manifestation
+from torchscout.decision.consensus.rules import statistical
+from torchscout.decision.records.record import EvidenceRecord, Manifestation
 from torchscout.decision.straggler.persistence import Persistence
 from torchscout.decision.straggler.ranks import RankStragglers
 from torchscout.mesh import Mesh

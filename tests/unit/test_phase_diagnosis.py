@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from torchscout.config import StragglerConfig
-from torchscout.decision.consensus import Status
+from torchscout.decision.consensus.rules import Status
 from torchscout.decision.progress import Phase, Process, RankStatus
-from torchscout.decision.record import Action, Incident, Manifestation, Scope
+from torchscout.decision.records.record import Action, Incident, Manifestation, Scope
 from torchscout.decision.straggler.diagnosis import PhaseDiagnosis
 from torchscout.mesh import Mesh
 from torchscout.observer.rounds.diagnosis import compare_phases

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from torchscout.config import RecoveryConfig
-from torchscout.decision.consensus import Status, Verdict
-from torchscout.decision.record import (
+from torchscout.decision.consensus.rules import Status, Verdict
+from torchscout.decision.records.record import (
     Action,
     Decision,
     EvidenceRecord,

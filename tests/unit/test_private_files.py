@@ -15,7 +15,7 @@ from torchscout.checkpoint.storage import lock, lock_by_name, shards
 from torchscout.checkpoint.storage.owner import Owner
 from torchscout.checkpoint.trust import ledger
 from torchscout.checkpoint.trust.gate_state import CheckpointGate
-from torchscout.decision.recorder import JsonlRecorder
+from torchscout.decision.records.recorder import JsonlRecorder
 from torchscout.errors import CheckpointError
 from torchscout.observer import monitor, stacks
 from torchscout.observer.record import directory

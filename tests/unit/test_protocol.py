@@ -6,7 +6,7 @@ import pytest
 
 from tests.support.stuck_job import ALL_REDUCE, StuckJob, found, with_and_without_stacks
 from torchscout.decision.progress import Phase
-from torchscout.decision.record import Action, Scope
+from torchscout.decision.records.record import Action, Scope
 from torchscout.mesh import Mesh
 
 

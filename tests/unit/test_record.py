@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from torchscout.decision import recorder
-from torchscout.decision.consensus import Status, Verdict, exact, statistical
-from torchscout.decision.record import (
+from torchscout.decision.consensus.rules import Status, Verdict, exact, statistical
+from torchscout.decision.records import recorder
+from torchscout.decision.records.record import (
     Action,
     Agreement,
     Agreements,
@@ -23,7 +23,7 @@ from torchscout.decision.record import (
     Scope,
     from_json,
 )
-from torchscout.decision.recorder import JsonlRecorder, Problem, Stamped, log_incident
+from torchscout.decision.records.recorder import JsonlRecorder, Problem, Stamped, log_incident
 
 CONTRACT = {"schema", "kind", "time", "step", "manifestation", "scope", "ranks", "hosts", "surface"}
 CONTRACT |= {"status", "peers", "bitmap", "action", "sentence"}

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from torchscout.decision.consensus import exact
-from torchscout.decision.record import EvidenceRecord, Manifestation
+from torchscout.decision.consensus.rules import exact
+from torchscout.decision.records.record import EvidenceRecord, Manifestation
 from torchscout.decision.repeatability import (
     BIAS,
     CHANCE,

@@ -4,8 +4,8 @@ from dataclasses import replace
 import pytest
 
 from torchscout.config import StragglerConfig
-from torchscout.decision.consensus import Status, exact, statistical
-from torchscout.decision.record import Action, EvidenceRecord, Manifestation, Scope
+from torchscout.decision.consensus.rules import Status, exact, statistical
+from torchscout.decision.records.record import Action, EvidenceRecord, Manifestation, Scope
 from torchscout.decision.repeatability import Repeatability, Repeated
 from torchscout.decision.sdc import SdcDiagnosis
 from torchscout.decision.straggler.ranks import RankStragglers

@@ -12,8 +12,8 @@ from torch import nn
 from tests.support.planned_replay import Act, Planned, Rank, checked, fails, job, named, statuses
 from tests.support.thread_peers import ThreadPeers, on_threads
 from tests.support.update_job import flip_lowest_bit
+from torchscout.decision.consensus.signature import PendingSignatures
 from torchscout.decision.repeatability import MAX_REPLAYS, Repeatability
-from torchscout.decision.signature import PendingSignatures
 from torchscout.errors import ChannelError, ReplayError
 from torchscout.replay.recipe import Mode, Observation, Recipe, Replay
 from torchscout.replay.recipes.layer import LayerRecipe

@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 
 from tests.support.incidents import incident_from
 from torchscout.cli.main import app
-from torchscout.decision.consensus import exact, statistical
-from torchscout.decision.record import (
+from torchscout.decision.consensus.rules import exact, statistical
+from torchscout.decision.records.record import (
     Action,
     Agreement,
     Agreements,
@@ -27,7 +27,7 @@ from torchscout.decision.record import (
     Started,
     Trust,
 )
-from torchscout.decision.recorder import JsonlRecorder
+from torchscout.decision.records.recorder import JsonlRecorder
 from torchscout.observer.record.directory import End, RankEntry
 from torchscout.report.document import document_of
 from torchscout.report.evidence import spans, stacks_of, waits_of

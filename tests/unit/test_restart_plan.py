@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.unit.test_policy import HANG, SDC, decided
-from torchscout.decision.record import Action, Failure
+from torchscout.decision.records.record import Action, Failure
 from torchscout.decision.recovery.restart_plan import RestartPlan
 from torchscout.errors import RestartPlanError
 

@@ -9,7 +9,7 @@ from torchscout.checkpoint.trust.gate import CheckpointGate, transition
 from torchscout.checkpoint.trust.gate_state import Checked, Lost, Outcome, Recovered
 from torchscout.checkpoint.trust.generation import Generation, TrustLevel
 from torchscout.checkpoint.trust.selection import Selection, SweepResult, confirm, select_checkpoint
-from torchscout.decision.record import Failure
+from torchscout.decision.records.record import Failure
 
 CATALOG = train(CheckpointGate(recipes=2), "hhhhh")
 """Latest 5, candidate 4, verified 2."""

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from torchscout.decision.progress import CommGroup, IssuedOp, Phase, Process, Progress, RankStatus
-from torchscout.decision.record import Action, Scope
+from torchscout.decision.records.record import Action, Scope
 from torchscout.mesh import Mesh
 from torchscout.observer.rounds.diagnosis import conclude
 from torchscout.observer.rounds.post import Post

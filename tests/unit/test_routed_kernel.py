@@ -20,7 +20,7 @@ EXPERTS, TOKENS = 2, 34
 
 
 def run() -> dict[str, Any]:
-    from torchscout.cli.discover_plan import kernel_loads
+    from torchscout.cli.discover.plan import kernel_loads
     from torchscout.experts.discovery import Executions
     from torchscout.experts.kernel.grouped_gemm import Tiling
     from torchscout.experts.kernel.profiler import KernelProfiler

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.unit.test_record import INCIDENT, RESOLVED
-from torchscout.decision.recorder import IncidentLog, JsonlRecorder, Problem, Stamped, read
+from torchscout.decision.records.recorder import IncidentLog, JsonlRecorder, Problem, Stamped, read
 
 
 @contextmanager

@@ -12,8 +12,8 @@ from tests.support.small_job import until
 from tests.unit.test_policy import HANG, SDC, decided, incident
 from torchscout.communicators import Job
 from torchscout.config import RecoveryConfig
-from torchscout.decision.record import Action, Failure, Incident, Manifestation, Scope, from_json
-from torchscout.decision.recorder import IncidentLog
+from torchscout.decision.records.record import Action, Failure, Incident, Manifestation, Scope, from_json
+from torchscout.decision.records.recorder import IncidentLog
 from torchscout.decision.recovery import command as decision_command
 from torchscout.decision.recovery.restart_plan import RestartPlan
 from torchscout.mesh import Mesh

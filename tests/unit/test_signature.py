@@ -10,8 +10,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from torchscout.decision.fold import MULTIPLIER, SALT, dense, fold_with_torch
-from torchscout.decision.signature import Algorithm, PendingSignatures, read_signatures, signature, signatures
+from torchscout.decision.consensus.fold import MULTIPLIER, SALT, dense, fold_with_torch
+from torchscout.decision.consensus.signature import (
+    Algorithm,
+    PendingSignatures,
+    read_signatures,
+    signature,
+    signatures,
+)
 
 BOTH = pytest.mark.parametrize("algorithm", list(Algorithm))
 FLOATS = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2]
@@ -376,7 +382,7 @@ def test_an_unknown_algorithm_is_refused():
 def test_plain_use_imports_neither_triton_nor_dtensor():
     code = """
 import sys, torch
-from torchscout.decision.signature import signature
+from torchscout.decision.consensus.signature import signature
 signature(torch.ones(3)), signature(torch.nn.Parameter(torch.ones(3)), algorithm="fold")
 print([name for name in ("triton", "torch.distributed.tensor") if name in sys.modules])
 """

@@ -10,9 +10,9 @@ from typer.testing import CliRunner
 
 from torchscout.cli.main import app
 from torchscout.decision import sdc
-from torchscout.decision.consensus import Status, Verdict
+from torchscout.decision.consensus.rules import Status, Verdict
 from torchscout.decision.progress import Process
-from torchscout.decision.record import Action, EvidenceRecord, Incident, Manifestation, Scope
+from torchscout.decision.records.record import Action, EvidenceRecord, Incident, Manifestation, Scope
 from torchscout.decision.recovery import policy
 from torchscout.decision.straggler import diagnosis
 from torchscout.observer.rounds import diagnosis as round_diagnosis

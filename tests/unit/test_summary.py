@@ -13,10 +13,10 @@ import pytest
 
 from tests.unit.test_record import EVIDENCE, INCIDENT, NOT_CHECKED, RESOLVED
 from torchscout.config import StragglerConfig
-from torchscout.decision.consensus import exact, statistical
-from torchscout.decision.record import Agreements, EvidenceRecord, Manifestation
-from torchscout.decision.recorder import JsonlRecorder, Problem, Recordable, Stamped, read
-from torchscout.decision.summary import SummaryRecorder
+from torchscout.decision.consensus.rules import exact, statistical
+from torchscout.decision.records.record import Agreements, EvidenceRecord, Manifestation
+from torchscout.decision.records.recorder import JsonlRecorder, Problem, Recordable, Stamped, read
+from torchscout.decision.records.summary import SummaryRecorder
 
 CONFIG = StragglerConfig(min_slowdown_ratio=1.1, min_slowdown_ms=1.0)
 RECORDS = Path("records") / "rank-0.jsonl"

@@ -17,7 +17,7 @@ from tests.support.small_job import until
 from tests.unit.test_record import INCIDENT
 from torchscout.cli.doctor import network
 from torchscout.cli.main import app
-from torchscout.decision.recorder import JsonlRecorder
+from torchscout.decision.records.recorder import JsonlRecorder
 from torchscout.observer.record.directory import RankEntry, read_roster
 from torchscout.observer.record.writer import ProgressWriter
 from torchscout.observer.rounds import protocol

@@ -21,15 +21,15 @@ import torch
 
 from torchscout.campaign.ablation import variants
 from torchscout.campaign.ablation.runner import judged_warm, run_ablated_hangs
-from torchscout.campaign.cell import DEVICE_ROWS, ROWS, Cell, Hardware, Processes, Row
-from torchscout.campaign.loop import LOOP_ROWS, loop_cells, run_loop
-from torchscout.campaign.moe import run_routed
-from torchscout.campaign.observed import run_observed
-from torchscout.campaign.paper_cells import device_hang_cells, paper_cells
-from torchscout.campaign.recovery import run_recovery
+from torchscout.campaign.cells.cell import DEVICE_ROWS, ROWS, Cell, Hardware, Processes, Row
+from torchscout.campaign.cells.loop import LOOP_ROWS, loop_cells, run_loop
+from torchscout.campaign.cells.moe import run_routed
+from torchscout.campaign.cells.observed import run_observed
+from torchscout.campaign.cells.paper_cells import device_hang_cells, paper_cells
+from torchscout.campaign.cells.recovery import run_recovery
+from torchscout.campaign.cells.warm import run_warm
 from torchscout.campaign.results import Result, as_report
 from torchscout.campaign.tables import screen_of
-from torchscout.campaign.warm import run_warm
 
 __all__ = [
     "ABLATION",
@@ -49,10 +49,10 @@ _QUICK_LAYOUTS = ("ddp", "hsdp")
 MODULES = (
     "torch._dynamo",  # comes with the first optimizer
     "torchscout.campaign.ablation.watchdog",
-    "torchscout.campaign.observed",
-    "torchscout.campaign.recovery",
-    "torchscout.campaign.moe",
-    "torchscout.campaign.warm",
+    "torchscout.campaign.cells.observed",
+    "torchscout.campaign.cells.recovery",
+    "torchscout.campaign.cells.moe",
+    "torchscout.campaign.cells.warm",
     "torchscout.session.checkpoints.manager",
 )
 """What ranks need; the server that they are forked from imports it once."""
@@ -81,7 +81,7 @@ def _run_process(cell: Cell, place: Path) -> Result:
     is_on_cpu = cell.place.device == "cpu"
     is_interpreted = is_on_cpu and (bool(cell.faults) or not torch.cuda.is_available())
     done = subprocess.run(
-        [sys.executable, "-m", "torchscout.campaign.kernel_process", place],
+        [sys.executable, "-m", "torchscout.campaign.cells.kernel_process", place],
         input=pickle.dumps(cell),
         capture_output=True,
         check=True,

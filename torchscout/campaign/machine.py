@@ -13,8 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from torchscout.campaign.cell import LAYOUTS, Cell, Hardware, Processes
-from torchscout.decision.record import Manifestation
+from torchscout.campaign.cells.cell import LAYOUTS, Cell, Hardware, Processes
+from torchscout.decision.records.record import Manifestation
 from torchscout.faults.effects import DeviceSpin, Sleep
 from torchscout.faults.fault import SiteKind
 from torchscout.faults.ground_truth import GroundTruth

@@ -11,10 +11,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torchscout.campaign.cell import LAYOUTS, Cell, Hardware, Row
+from torchscout.campaign.cells.cell import LAYOUTS, Cell, Hardware, Row
 from torchscout.campaign.grading import Flaw, Grade, grade
-from torchscout.decision.record import Incident
-from torchscout.decision.recorder import Stamped
+from torchscout.decision.records.record import Incident
+from torchscout.decision.records.recorder import Stamped
 from torchscout.faults.injector import Firing
 
 __all__ = ["Found", "Result", "Store", "as_report", "graded", "interval", "percentile", "summarized"]

@@ -29,7 +29,7 @@ from torchscout.utils.text import wrapped
 
 if TYPE_CHECKING:
     from torchscout.campaign.campaigns import Campaign
-    from torchscout.campaign.cell import Cell, Hardware
+    from torchscout.campaign.cells.cell import Cell, Hardware
     from torchscout.campaign.machine import Skipped
     from torchscout.campaign.results import Store
 
@@ -100,7 +100,7 @@ def paper(options: PaperOptions) -> None:
 def ablation(options: Options) -> None:
     """Leave out one component of the method at a time, and count what is still found."""
     from torchscout.campaign.campaigns import ABLATION
-    from torchscout.campaign.cell import Hardware
+    from torchscout.campaign.cells.cell import Hardware
 
     _run_and_print(ABLATION, options, Hardware())
 
@@ -110,7 +110,7 @@ def ablation(options: Options) -> None:
 def recovery(options: Options) -> None:
     """Let SCOUT restart jobs under torchrun by itself: in place, with a standby, and without one."""
     from torchscout.campaign.campaigns import RECOVERY
-    from torchscout.campaign.cell import Hardware
+    from torchscout.campaign.cells.cell import Hardware
 
     _run_and_print(RECOVERY, options, Hardware())
 
@@ -189,7 +189,7 @@ def run_campaign(
 
     An interruption leaves nothing behind but the results; ``options`` of the command line are repeated then.
     """
-    from torchscout.campaign.cell import Hardware
+    from torchscout.campaign.cells.cell import Hardware
     from torchscout.campaign.machine import caption, counted_by_reason, described
     from torchscout.campaign.results import Store, summarized
 

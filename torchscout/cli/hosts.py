@@ -9,8 +9,8 @@ from typing import Annotated, Any
 import typer
 
 from torchscout.cli.console import AsJson, Output, print_report, refusing, write_file
-from torchscout.decision.record import Action
-from torchscout.decision.recorder import IncidentLog
+from torchscout.decision.records.record import Action
+from torchscout.decision.records.recorder import IncidentLog
 from torchscout.decision.recovery.restart_plan import RestartPlan
 from torchscout.errors import RestartPlanError
 from torchscout.observer.record.directory import read_roster

@@ -24,7 +24,7 @@ COMMANDS = {
         "Inject a slow rank, a flipped bit and a hang into a small training job, and recover from each.",
     ),
     "discover": (
-        "torchscout.cli.discover:discover",
+        "torchscout.cli.discover.command:discover",
         "Execute every admitted expert shape, and find the few that represent all of them.",
     ),
     "doctor": (

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Collection, Hashable, Sequence
 
-from torchscout.decision.record import (
+from torchscout.decision.records.record import (
     Action,
     EvidenceRecord,
     Incident,

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from itertools import pairwise
 
-from torchscout.decision.record import Incident, Manifestation, Scope, Surface
+from torchscout.decision.records.record import Incident, Manifestation, Scope, Surface
 from torchscout.decision.straggler.groups import scope_of
 from torchscout.decision.straggler.localization import Group, localize, undecided
 from torchscout.faults.effects import CallEffect, Signal, Skip, StayInside, Swap

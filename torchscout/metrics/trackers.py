@@ -1,7 +1,7 @@
 """One line for each incident in TensorBoard or Weights & Biases, beside the curves of training.
 
-Both are recorders (``decision.recorder.Recorder``); pass ``record`` as ``on_incident``. They write to objects
-that the program has opened, and need no package of their own.
+Both are recorders (``decision.records.recorder.Recorder``); pass ``record`` as ``on_incident``. They write to
+objects that the program has opened, and need no package of their own.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any, Protocol
 
-from torchscout.decision.record import Incident, Recordable
+from torchscout.decision.records.record import Incident, Recordable
 
 __all__ = ["TensorBoardRecorder", "WandbRecorder"]
 

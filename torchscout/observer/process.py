@@ -26,8 +26,8 @@ from typing import TYPE_CHECKING, Any
 
 import zmq
 
-from torchscout.decision.record import EvidenceRecord, Incident, Manifestation, Resolved, from_json
-from torchscout.decision.recorder import JsonlRecorder, line_of
+from torchscout.decision.records.record import EvidenceRecord, Incident, Manifestation, Resolved, from_json
+from torchscout.decision.records.recorder import JsonlRecorder, line_of
 from torchscout.observer.late_decision import LateDecision
 from torchscout.observer.record.directory import End, news_of
 from torchscout.observer.rounds.client import RoundClient
@@ -42,7 +42,7 @@ from torchscout.observer.trainer import Ending, TrainerView
 from torchscout.utils.packed_lists import unpack
 
 if TYPE_CHECKING:
-    from torchscout.decision.record import Recordable
+    from torchscout.decision.records.record import Recordable
     from torchscout.decision.straggler.diagnosis import PhaseDiagnosis
 
 __all__ = ["ObserverProcess", "main"]

@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from torchscout.decision.record import EvidenceRecord
+from torchscout.decision.records.record import EvidenceRecord
 from torchscout.decision.repeatability import REFUSED
 from torchscout.replay.guard import Refusal, attempt
 from torchscout.replay.recipe import Peers, Recipe, Replay

@@ -14,11 +14,11 @@ from typing import Any, Protocol
 import torch
 import xxhash
 
-from torchscout.decision.channel import PeerChannel
-from torchscout.decision.fold import signed
-from torchscout.decision.record import EvidenceRecord, Surface
+from torchscout.decision.consensus.channel import PeerChannel
+from torchscout.decision.consensus.fold import signed
+from torchscout.decision.consensus.signature import PendingSignatures, digest, read_signatures
+from torchscout.decision.records.record import EvidenceRecord, Surface
 from torchscout.decision.sdc import INPUT, STATE
-from torchscout.decision.signature import PendingSignatures, digest, read_signatures
 from torchscout.decision.straggler.measured import Lap, Measured
 from torchscout.mesh import LayerKind, PeerGroup
 from torchscout.replay.capture.broadcast import Broadcast

@@ -11,13 +11,14 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, cast
 
-from torchscout.decision import c3, consensus
-from torchscout.decision.channel import PeerChannel
+from torchscout.decision.consensus import c3
+from torchscout.decision.consensus import rules as consensus
+from torchscout.decision.consensus.channel import PeerChannel
+from torchscout.decision.consensus.signature import digest
 from torchscout.decision.ownership import BY_DESIGN, by_design
-from torchscout.decision.record import EvidenceRecord, Manifestation, Scope, Surface
+from torchscout.decision.records.record import EvidenceRecord, Manifestation, Scope, Surface
 from torchscout.decision.repeatability import NONDETERMINISTIC, Repeated
 from torchscout.decision.sdc import FAILED
-from torchscout.decision.signature import digest
 from torchscout.decision.straggler.measured import Measured
 from torchscout.replay.recipe import ABSENT, POISON, UNREPEATABLE, Comparison, Observation, Replay
 from torchscout.utils.text import named

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from torchscout.config import KAPPA
-from torchscout.decision.consensus import robust_scale
-from torchscout.decision.record import EvidenceRecord, Incident, Manifestation
+from torchscout.decision.consensus.rules import robust_scale
+from torchscout.decision.records.record import EvidenceRecord, Incident, Manifestation
 from torchscout.report.comparisons import Round, Series
 
 __all__ = ["is_shown_apart", "record_of", "records_of", "spans", "stacks_of", "strip", "waits_of"]

@@ -16,7 +16,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from torchscout.decision.recorder import HISTORY_FILE, INCIDENTS_FILE, RECORDS_FOLDER
+from torchscout.decision.records.recorder import HISTORY_FILE, INCIDENTS_FILE, RECORDS_FOLDER
 from torchscout.report.document import document_of
 from torchscout.report.reading import Run, is_run, joined, read_events, read_ranks, read_records
 from torchscout.report.standing import job_state, replay_of

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from torchscout.decision.record import (
+from torchscout.decision.records.record import (
     Agreements,
     Decision,
     EvidenceRecord,
@@ -17,7 +17,7 @@ from torchscout.decision.record import (
     Started,
     Trust,
 )
-from torchscout.decision.recorder import (
+from torchscout.decision.records.recorder import (
     HISTORY_FILE,
     INCIDENTS_FILE,
     RECORDS_FOLDER,

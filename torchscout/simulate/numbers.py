@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from torchscout.decision import c3
-from torchscout.decision.consensus import Verdict
-from torchscout.decision.record import EvidenceRecord, Incident, Manifestation, Surface
+from torchscout.decision.consensus import c3
+from torchscout.decision.consensus.rules import Verdict
+from torchscout.decision.records.record import EvidenceRecord, Incident, Manifestation, Surface
 from torchscout.decision.repeatability import Repeated, SurfaceHistory
 from torchscout.decision.sdc import STATE, SdcDiagnosis
 from torchscout.mesh import PeerGroup

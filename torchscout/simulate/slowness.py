@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from torchscout.config import BaselineConfig, StragglerConfig
 from torchscout.decision.hang.table import NOTHING
-from torchscout.decision.record import Incident, Surface
+from torchscout.decision.records.record import Incident, Surface
 from torchscout.decision.straggler.diagnosis import Stragglers
 from torchscout.decision.straggler.measured import Table, TimedLap, TimedWork, axis_of
 from torchscout.decision.straggler.timings import Timings

@@ -22,14 +22,14 @@ from torchscout.campaign.ablation.variants import (
     unconfirmed,
 )
 from torchscout.campaign.ablation.watchdog import train_gathering, train_posting
-from torchscout.campaign.cell import Cell, JobLayout
-from torchscout.campaign.observed import observe, run_concurrently
+from torchscout.campaign.cells.cell import Cell, JobLayout
+from torchscout.campaign.cells.observed import observe, run_concurrently
+from torchscout.campaign.cells.warm import WARMUP, Slot, WarmRankResult, run_warm
 from torchscout.campaign.results import Result
-from torchscout.campaign.warm import WARMUP, Slot, WarmRankResult, run_warm
 from torchscout.config import StragglerConfig
 from torchscout.decision.progress import RankStatus
-from torchscout.decision.record import EvidenceRecord, Incident
-from torchscout.decision.recorder import Follower, IncidentLog
+from torchscout.decision.records.record import EvidenceRecord, Incident
+from torchscout.decision.records.recorder import Follower, IncidentLog
 from torchscout.errors import TornRecordError
 from torchscout.observer.record.directory import read_roster
 from torchscout.observer.record.reader import ProgressReader

@@ -9,15 +9,15 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
-from torchscout.campaign.cell import LAYOUTS, Cell, Processes, Row
-from torchscout.campaign.paper_cells import FAULTY, SLOW, hang_cells, numerical_cells, slow_layers
+from torchscout.campaign.cells.cell import LAYOUTS, Cell, Processes, Row
+from torchscout.campaign.cells.paper_cells import FAULTY, SLOW, hang_cells, numerical_cells, slow_layers
 from torchscout.campaign.results import Result, interval
 from torchscout.campaign.tables import printed
 from torchscout.config import StragglerConfig
-from torchscout.decision.consensus import exact, statistical
+from torchscout.decision.consensus.rules import exact, statistical
 from torchscout.decision.progress import RankStatus
-from torchscout.decision.record import EvidenceRecord, Incident, Manifestation
-from torchscout.decision.recorder import Stamped
+from torchscout.decision.records.record import EvidenceRecord, Incident, Manifestation
+from torchscout.decision.records.recorder import Stamped
 from torchscout.decision.straggler.persistence import Times
 from torchscout.decision.straggler.ranks import COMPUTATION, RankStragglers
 from torchscout.faults.ground_truth import GroundTruth

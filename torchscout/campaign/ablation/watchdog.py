@@ -18,13 +18,20 @@ from typing import Any
 import torch.distributed as dist
 
 from torchscout.adapters.registry import adapter_for
-from torchscout.campaign.cell import JobLayout
-from torchscout.campaign.observed import QUICK, TRAIN, ObservedRankResult, firings_of, redirect_output, steps
-from torchscout.campaign.training import training_of
+from torchscout.campaign.cells.cell import JobLayout
+from torchscout.campaign.cells.observed import (
+    QUICK,
+    TRAIN,
+    ObservedRankResult,
+    firings_of,
+    redirect_output,
+    steps,
+)
+from torchscout.campaign.cells.training import training_of
 from torchscout.collectives.interceptor import listen
 from torchscout.decision.hang.diagnosis import diagnose
 from torchscout.decision.progress import CommGroup, Process, RankStatus
-from torchscout.decision.recorder import JsonlRecorder
+from torchscout.decision.records.recorder import JsonlRecorder
 from torchscout.faults.injector import Injector
 from torchscout.faults.plan import FaultPlan
 from torchscout.mesh import Mesh

@@ -20,7 +20,7 @@ from torchscout.checkpoint.trust.gate_state import (
     WriteFailed,
     Written,
 )
-from torchscout.decision.record import EvidenceRecord, Incident, Manifestation
+from torchscout.decision.records.record import EvidenceRecord, Incident, Manifestation
 from torchscout.decision.repeatability import REFUSED, UNDECIDED, unmet
 from torchscout.decision.sdc import FAILED
 from torchscout.errors import CheckpointError

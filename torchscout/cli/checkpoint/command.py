@@ -36,7 +36,7 @@ from torchscout.cli.checkpoint.verification import (
 from torchscout.cli.checkpoint.wording import counted, size_in_words, stacked, table
 from torchscout.cli.console import AsJson, Output, exiting, print_report, taking
 from torchscout.config import JOB_NAME
-from torchscout.decision.record import Failure
+from torchscout.decision.records.record import Failure
 from torchscout.errors import CheckpointError
 
 __all__ = ["app", "delete", "explanation", "pruning_plan", "pruning_screen"]

@@ -21,8 +21,8 @@ from typing import Any
 from torchscout.adapters.versions import TESTED
 from torchscout.checkpoint.storage import lock
 from torchscout.cli.doctor.facts import Clock, Folder, Installed, Limits, Stacks, TorchFacts
-from torchscout.decision.record import EvidenceRecord
-from torchscout.decision.recorder import Stamped, read
+from torchscout.decision.records.record import EvidenceRecord
+from torchscout.decision.records.recorder import Stamped, read
 from torchscout.decision.repeatability import NONDETERMINISTIC
 from torchscout.errors import CheckpointError
 from torchscout.observer import stacks
@@ -192,7 +192,7 @@ print(json.dumps({
 """
 _FUSED = """
 import json, torch
-from torchscout.decision.signature import signature
+from torchscout.decision.consensus.signature import signature
 tensor = torch.arange(1 << 16, dtype=torch.float32)
 print(json.dumps(signature(tensor.cuda()) == signature(tensor, algorithm="fold")))
 """

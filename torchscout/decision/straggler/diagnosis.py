@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from functools import partial
 
 from torchscout.config import BaselineConfig, StragglerConfig
-from torchscout.decision.consensus import Status, robust_scale, statistical
+from torchscout.decision.consensus.rules import Status, robust_scale, statistical
 from torchscout.decision.progress import Phase
-from torchscout.decision.record import Action, EvidenceRecord, Incident, Manifestation, Scope
+from torchscout.decision.records.record import Action, EvidenceRecord, Incident, Manifestation, Scope
 from torchscout.decision.straggler.groups import GroupDiagnosis
 from torchscout.decision.straggler.persistence import Persistence, SlowRun, Times
 from torchscout.decision.straggler.ranks import RankStragglers, slow_rank

@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 
 from torchscout.config import StragglerConfig
-from torchscout.decision.record import (
+from torchscout.decision.records.record import (
     Action,
     EvidenceRecord,
     Incident,

@@ -11,11 +11,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from torchscout.decision.consensus import Status, Verdict
+from torchscout.decision.consensus.rules import Status, Verdict
 from torchscout.decision.hang.diagnosis import diagnose, explain
 from torchscout.decision.hang.evidence import HangEvidence
 from torchscout.decision.progress import Phase, Process, RankStatus
-from torchscout.decision.record import Action, EvidenceRecord, Incident, Manifestation, Scope
+from torchscout.decision.records.record import Action, EvidenceRecord, Incident, Manifestation, Scope
 from torchscout.decision.straggler.diagnosis import PhaseDiagnosis
 from torchscout.mesh import Mesh
 from torchscout.observer.rounds.columns import table_of

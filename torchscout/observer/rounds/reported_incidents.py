@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from torchscout.decision.record import Incident, Resolved
+from torchscout.decision.records.record import Incident, Resolved
 from torchscout.observer.rounds.rank_report import RankReport
 from torchscout.observer.rounds.reports import Reports
 from torchscout.utils.packed_lists import pack, unpack

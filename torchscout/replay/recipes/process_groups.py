@@ -22,8 +22,8 @@ import torch.distributed as dist
 import xxhash
 
 from torchscout.collectives.call import POINT_TO_POINT, Call
-from torchscout.decision.fold import signed
-from torchscout.decision.signature import PendingSignatures
+from torchscout.decision.consensus.fold import signed
+from torchscout.decision.consensus.signature import PendingSignatures
 from torchscout.replay.guard import CallListener, announced
 from torchscout.replay.recipe import ABSENT, Comparison, JobExchange, Mode, Observation, Recipe, Replay
 from torchscout.replay.sharded_parameters import reduce_scatter

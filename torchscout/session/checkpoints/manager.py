@@ -38,9 +38,9 @@ from torchscout.checkpoint.trust.generation import Generation, TrustLevel
 from torchscout.checkpoint.trust.ledger_tiers import LedgerKeeper, LedgerTiers
 from torchscout.communicators import Communicators, Job
 from torchscout.config import CheckpointConfig
-from torchscout.decision.fold import signed
+from torchscout.decision.consensus.fold import signed
 from torchscout.decision.ownership import Ownership
-from torchscout.decision.record import Failure
+from torchscout.decision.records.record import Failure
 from torchscout.errors import CheckpointError, ScoutError, UnavailableError
 from torchscout.log import Problems, log
 from torchscout.replay.capture.saved_calls import SavedCalls

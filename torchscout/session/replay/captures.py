@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 from torchscout.communicators import PeerCommunicator
-from torchscout.decision import c3
-from torchscout.decision.record import EvidenceRecord
+from torchscout.decision.consensus import c3
+from torchscout.decision.records.record import EvidenceRecord
 from torchscout.mesh import Axis, LayerKind
 from torchscout.replay.recipe import ABSENT, Comparison, Mode
 from torchscout.replay.verdicts import Context, judge

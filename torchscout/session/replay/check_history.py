@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
-from torchscout.decision.record import EvidenceRecord, Surface
+from torchscout.decision.records.record import EvidenceRecord, Surface
 from torchscout.decision.repeatability import UNDECIDED, unmet
 
 __all__ = ["CheckHistory"]

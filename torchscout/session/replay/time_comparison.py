@@ -19,10 +19,10 @@ import numpy as np
 
 from torchscout.communicators import Communicators
 from torchscout.config import BaselineConfig, StragglerConfig
+from torchscout.decision.consensus.tree import Runs
 from torchscout.decision.straggler.diagnosis import Slowness, Stragglers
 from torchscout.decision.straggler.measured import Measured, encode, tables
 from torchscout.decision.straggler.timings import Timings
-from torchscout.decision.tree import Runs
 from torchscout.mesh import Mesh
 
 __all__ = ["Compared", "TimeComparison"]

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 
 from torchscout.config import StragglerConfig
-from torchscout.decision.record import (
+from torchscout.decision.records.record import (
     Agreement,
     Agreements,
     EvidenceRecord,
@@ -16,7 +16,7 @@ from torchscout.decision.record import (
     Recordable,
     Surface,
 )
-from torchscout.decision.recorder import Recorder
+from torchscout.decision.records.recorder import Recorder
 from torchscout.decision.straggler.persistence import Times
 
 __all__ = ["SummaryRecorder", "has_finding"]

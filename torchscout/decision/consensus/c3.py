@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 import xxhash
 
-from torchscout.decision import consensus
-from torchscout.decision.consensus import Status, Verdict
-from torchscout.decision.record import Surface
+from torchscout.decision.consensus import rules as consensus
+from torchscout.decision.consensus.rules import Status, Verdict
+from torchscout.decision.records.record import Surface
 
 if TYPE_CHECKING:
-    from torchscout.decision.channel import PeerChannel
+    from torchscout.decision.consensus.channel import PeerChannel
 
 __all__ = ["compare"]
 

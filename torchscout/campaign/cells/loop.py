@@ -16,12 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torchscout.campaign.cell import Cell, Processes, Row
+from torchscout.campaign.cells.cell import Cell, Processes, Row
+from torchscout.campaign.cells.loop_job import FAULTS, undisturbed
 from torchscout.campaign.grading import Flaw, Grade, unfired
-from torchscout.campaign.loop_job import FAULTS, undisturbed
 from torchscout.campaign.results import Result, graded
-from torchscout.decision.record import Action, Decision, Incident
-from torchscout.decision.recorder import IncidentLog
+from torchscout.decision.records.record import Action, Decision, Incident
+from torchscout.decision.records.recorder import IncidentLog
 from torchscout.decision.recovery.restart_plan import FOLDER_VARIABLE
 from torchscout.faults.injector import Firing
 from torchscout.faults.plan import FaultPlan
@@ -175,7 +175,7 @@ def _started(place: Path, host: str, port: int, *, is_host: bool) -> subprocess.
     command += [f"--nproc-per-node={_RANKS_EACH}", "--max-restarts=3", "--monitor-interval=0.2"]
     command += ["--rdzv-backend=scout", "--rdzv-id=cell", f"--rdzv-endpoint=localhost:{port}"]
     command += ["--rdzv-conf", ",".join(f"{key}={value}" for key, value in conf.items())]
-    command += [f"--local-addr={_own_address()}", "-m", "torchscout.campaign.loop_job", str(place)]
+    command += [f"--local-addr={_own_address()}", "-m", "torchscout.campaign.cells.loop_job", str(place)]
     environment = {
         "TORCHSCOUT_HOST": host,
         "TORCHSCOUT_MEMORY": str(place / f"memory-{host}"),

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
-from torchscout.decision.record import SCHEMA, Decision, Incident, Recordable, Resolved, from_json
+from torchscout.decision.records.record import SCHEMA, Decision, Incident, Recordable, Resolved, from_json
 from torchscout.log import log
 from torchscout.utils.private_files import make_folders, open_file
 

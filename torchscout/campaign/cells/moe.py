@@ -14,14 +14,14 @@ import torch
 from torch import nn
 
 from torchscout.attach import enable_resiliency
-from torchscout.campaign.cell import Cell, JobLayout
+from torchscout.campaign.cells.cell import Cell, JobLayout
+from torchscout.campaign.cells.paper_cells import SHAPES, Turns
+from torchscout.campaign.cells.training import device_of, replay_on, retried, silence_log
 from torchscout.campaign.grading import Flaw, Grade, unfired
-from torchscout.campaign.paper_cells import SHAPES, Turns
 from torchscout.campaign.results import Result, graded
-from torchscout.campaign.training import device_of, replay_on, retried, silence_log
 from torchscout.config import ReplayConfig, StragglerConfig
-from torchscout.decision.record import Incident
-from torchscout.decision.recorder import IncidentLog
+from torchscout.decision.records.record import Incident
+from torchscout.decision.records.recorder import IncidentLog
 from torchscout.experts.kernel import expert_layer as counted
 from torchscout.experts.kernel.triton_kernel import INTERPRETED
 from torchscout.faults.effects import PerturbKernel

@@ -20,13 +20,13 @@ from typing import Any
 import torch
 
 from torchscout.attach import enable_resiliency
-from torchscout.campaign.cell import Cell, JobLayout
+from torchscout.campaign.cells.cell import Cell, JobLayout
+from torchscout.campaign.cells.training import retried, silence_log, training_of
 from torchscout.campaign.grading import unfired
 from torchscout.campaign.results import Result, graded
-from torchscout.campaign.training import retried, silence_log, training_of
 from torchscout.config import ObserverConfig
-from torchscout.decision.record import Incident
-from torchscout.decision.recorder import IncidentLog, Stamped
+from torchscout.decision.records.record import Incident
+from torchscout.decision.records.recorder import IncidentLog, Stamped
 from torchscout.faults.effects import CallEffect, Freeze, Sleep
 from torchscout.faults.injector import Firing, Injector
 from torchscout.faults.plan import FaultPlan

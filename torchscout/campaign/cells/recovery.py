@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from torchscout.attach import enable_resiliency
-from torchscout.campaign.cell import Cell, JobLayout
+from torchscout.campaign.cells.cell import Cell, JobLayout
+from torchscout.campaign.cells.training import replay_on, retried, silence_log, training_of
 from torchscout.campaign.grading import Flaw, Grade, unfired
 from torchscout.campaign.results import Result, graded
-from torchscout.campaign.training import replay_on, retried, silence_log, training_of
 from torchscout.config import CheckpointConfig, ReplayConfig
-from torchscout.decision.recorder import IncidentLog
+from torchscout.decision.records.recorder import IncidentLog
 from torchscout.faults.injector import Firing, Injector
 from torchscout.faults.plan import FaultPlan
 from torchscout.testing.local_ranks import RankError, run_ranks

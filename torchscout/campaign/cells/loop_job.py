@@ -1,4 +1,4 @@
-"""The worker of recovery cells: ``python -m torchscout.campaign.loop_job FOLDER``, under torchrun.
+"""The worker of recovery cells: ``python -m torchscout.campaign.cells.loop_job FOLDER``, under torchrun.
 
 It trains a small model, resumes, and suffers the cell's fault once, before the first restart.
 """

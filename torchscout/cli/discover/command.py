@@ -18,7 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 from torchscout.cli.checkpoint.wording import counted, size_in_words, stacked, table
 from torchscout.cli.console import exiting, interruptible, made_folder, refusing, repeated, taking
-from torchscout.cli.discover_plan import (
+from torchscout.cli.discover.plan import (
     KERNELS,
     REGIMES,
     DiscoveryPlan,
@@ -32,7 +32,7 @@ from torchscout.experts.catalog import Catalog
 from torchscout.experts.coverage import Observed, Table
 
 if TYPE_CHECKING:
-    from torchscout.cli.discover_plan import Kernel
+    from torchscout.cli.discover.plan import Kernel
     from torchscout.experts.templates import Routings
 
 __all__ = ["Screen", "discover", "screen_of"]

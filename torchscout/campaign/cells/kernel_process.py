@@ -12,12 +12,12 @@ from pathlib import Path
 
 import torch
 
-from torchscout.campaign.cell import Cell
+from torchscout.campaign.cells.cell import Cell
+from torchscout.campaign.cells.moe import PROGRAMS, TILE, Job, run_job, speed_up_interpreter
+from torchscout.campaign.cells.paper_cells import KERNEL_SHAPES, SHAPES, Turns
+from torchscout.campaign.cells.training import retried
 from torchscout.campaign.grading import Flaw, Grade
-from torchscout.campaign.moe import PROGRAMS, TILE, Job, run_job, speed_up_interpreter
-from torchscout.campaign.paper_cells import KERNEL_SHAPES, SHAPES, Turns
 from torchscout.campaign.results import Result
-from torchscout.campaign.training import retried
 from torchscout.experts.catalog import load
 from torchscout.experts.coverage import Rows, tabulated
 from torchscout.experts.discovery import discover
@@ -105,7 +105,7 @@ def main(place: Path) -> None:
 
 def _localized(cell: Cell, place: Path) -> Result:
     """Run a job in which one rank's kernel is perturbed after a clean cycle."""
-    preload("torch._dynamo", "torchscout.campaign.moe", "torchscout.faults.faulty_gemm")
+    preload("torch._dynamo", "torchscout.campaign.cells.moe", "torchscout.faults.faulty_gemm")
     device, catalog = cell.place.device, place.with_suffix(".catalog.json")
     shapes = KERNEL_SHAPES if INTERPRETED else SHAPES
     place.parent.mkdir(parents=True, exist_ok=True)

@@ -12,7 +12,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from torchscout.campaign.cell import JobLayout
+from torchscout.campaign.cells.cell import JobLayout
 from torchscout.config import ReplayConfig
 from torchscout.testing.local_ranks import RankError
 from torchscout.testing.transformer import TINY, Training

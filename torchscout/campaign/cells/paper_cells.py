@@ -8,7 +8,7 @@ from functools import partial
 from itertools import count
 from typing import Any
 
-from torchscout.campaign.cell import LAYOUTS, Cell, Processes
+from torchscout.campaign.cells.cell import LAYOUTS, Cell, Processes
 from torchscout.faults.effects import CHANGES
 from torchscout.faults.fault import FaultSite, SiteKind, since
 from torchscout.faults.plan import FaultPlan

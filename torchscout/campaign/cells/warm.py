@@ -14,12 +14,12 @@ from typing import Protocol
 import torch
 
 from torchscout.attach import enable_resiliency
-from torchscout.campaign.cell import Cell, JobLayout
+from torchscout.campaign.cells.cell import Cell, JobLayout
+from torchscout.campaign.cells.training import replay_on, retried, silence_log, training_of
 from torchscout.campaign.grading import Flaw, unfired
 from torchscout.campaign.results import Result, graded
-from torchscout.campaign.training import replay_on, retried, silence_log, training_of
 from torchscout.config import ReplayConfig
-from torchscout.decision.recorder import IncidentLog
+from torchscout.decision.records.recorder import IncidentLog
 from torchscout.faults.fault import SiteKind
 from torchscout.faults.injector import Firing, Injector
 from torchscout.faults.plan import Fault, FaultPlan

@@ -1,0 +1,1 @@
+"""The cells of all campaigns, and the jobs that run them."""

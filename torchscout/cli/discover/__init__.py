@@ -1,0 +1,1 @@
+"""``scout discover``: makes a catalog of expert shapes."""
