@@ -129,9 +129,9 @@ def test_a_killed_rank(dumped: Callable[..., Path], tmp_path: Path):
         dumped(killed)
     assert sorted(each.name for each in tmp_path.iterdir()) == [f"trace_rank_{rank}" for rank in (0, 1, 3)]
     found = explained(tmp_path)
-    assert (found["ranks"], found["without_dump"]) == ([2], [2])
-    assert "Rank 2 has not entered all_reduce float32[5] number 4" in found["sentence"]
-    assert "it left no readable dump" in found["sentence"]
+    assert (found["scope"], found["without_dump"]) == ("process_group", [2])
+    assert "All 4 members but 1 entered all_reduce float32[5] number 4" in found["sentence"]
+    assert "Rank 2 left no readable dump" in found["sentence"]
 
 
 def timed_out(rank: int, training: dist.ProcessGroup, other: dist.ProcessGroup) -> None:

@@ -87,7 +87,8 @@ def test_a_killed_rank_left_no_file(tmp_path: Path):
     folder = write_pickles(tmp_path / "dumps", late_rank().documents())
     (folder / "nccl_trace_rank_2").unlink()
     found = ask(folder)
-    assert (found["ranks"], found["without_dump"]) == ([2], [2])
+    assert (found["scope"], found["without_dump"]) == ("process_group", [2])
+    assert "Rank 2 left no readable dump" in found["sentence"]
     assert {"ranks": [2], "operation": "", "state": "no readable dump", "last_number": None} in found[
         "groups"
     ][0]["rows"]

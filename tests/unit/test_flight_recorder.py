@@ -172,14 +172,14 @@ def test_devices_that_have_all_begun_nothing_are_stalled_together():
     assert named(job) == (Scope.PROCESS_GROUP, (0, 1, 2, 3))
 
 
-def test_a_rank_without_a_dump_is_named_where_others_wait_for_it():
+def test_a_rank_without_a_dump_is_mentioned_where_others_wait_and_not_named():
     job = healthy()
     job.collective(ranks=[0, 1, 3], state="started")
     documents = {rank: each for rank, each in job.documents().items() if rank != 2}
     found = explained(documents, 4)
     assert found.incident is not None
-    assert found.incident.ranks == (2,)
-    assert "it left no readable dump. 3 ranks wait for it." in found.sentence
+    assert (found.incident.scope, found.incident.ranks) == (Scope.PROCESS_GROUP, (0, 1, 2, 3))
+    assert "Rank 2 left no readable dump: it is not known whether it, the runtime" in found.sentence
 
 
 def test_a_rank_without_a_dump_is_not_blamed_for_what_another_explains():

@@ -141,18 +141,25 @@ def test_without_stacks_a_whole_line_that_is_equally_far_is_not_blamed_on_its_ra
     assert (incident.scope, incident.ranks) == (Scope.PROCESS_GROUP, (0, 1))
 
 
-def test_of_several_absent_ranks_none_is_named_for_a_stall():
-    """Messages get lost: rank 7, which takes no part, is absent too, so that rank 1's absence says little."""
+def test_absent_ranks_are_not_named_for_a_stall():
+    """Scenario 161 of deepseek-v3: a transfer stalls, and the only report that is lost is a member's."""
     job = StuckJob(Mesh.grid(replica=8, hosts=nodes(8)))
     job.issue(job.group("couple", 0, 1), 0, 1)
-    job.absent |= {1}
-    assert found(job).ranks == (1,), "one absent rank explains the stall by itself"
-    job.absent |= {7}
-    incident = found(job)
-    assert (incident.scope, incident.ranks, incident.action) == (
-        Scope.PROCESS_GROUP,
-        (0, 1),
-        Action.INSPECT,
-    )
-    assert "Rank 1 did not answer: it is not known whether" in incident.sentence
+    for absent in ({1}, {1, 7}):
+        job.absent |= absent
+        incident = found(job)
+        assert (incident.scope, incident.ranks, incident.action) == (
+            Scope.PROCESS_GROUP,
+            (0, 1),
+            Action.INSPECT,
+        )
+        assert "Rank 1 did not answer: it is not known whether it, the runtime" in incident.sentence
     assert "Rank 7 did not answer" in incident.sentence
+
+
+def test_rank_that_died_in_a_stall_is_named_and_one_that_is_absent_is_not():
+    job = StuckJob(Mesh.grid(replica=8, hosts=nodes(8)))
+    job.issue(job.group("three", 0, 1, 2), 0, 1, 2)
+    job.absent |= {1}
+    job.gone(2)
+    assert found(job).ranks == (2,)

@@ -56,13 +56,32 @@ def test_trainer_that_died_inside_a_collective_is_named_beside_one_that_is_late(
 
 
 @pytest.mark.parametrize("absent", [0, 5])
-def test_trainer_whose_observer_is_gone_too_is_named(absent: int):
+def test_rank_that_is_merely_absent_is_not_named_though_everybody_else_waits(absent: int):
+    """Its trainer may be gone with its observer, or its report is lost and the transport has stalled."""
     job = replicas()
     job.issue("world", *others(absent))
     job.absent.add(absent)
     incident = found(job)
-    assert (incident.scope, incident.ranks, incident.action) == (Scope.RANK, (absent,), Action.INSPECT)
-    assert "it did not answer. 7 ranks wait for it." in incident.sentence
+    expected = Scope.PROCESS_GROUP, tuple(range(8)), Action.INSPECT
+    assert (incident.scope, incident.ranks, incident.action) == expected
+    assert f"All 8 members but 1 entered {ALL_REDUCE} number 4" in incident.sentence
+    assert f"Rank {absent} did not answer: it is not known whether it, the runtime" in incident.sentence
+
+
+@with_and_without_stacks
+def test_rank_is_named_where_its_report_shows_that_it_is_late(stacks: bool):
+    job = replicas(stacks=stacks)
+    job.issue("world", *others(5))
+    job.busy(5, phase=Phase.INPUT)
+    incident = found(job)
+    assert (incident.scope, incident.ranks) == (Scope.RANK, (5,))
+
+
+def test_absent_rank_of_a_job_in_which_nobody_waits_is_no_incident():
+    job = replicas()
+    job.busy(*range(8), phase=Phase.EVALUATION)
+    job.absent.add(5)
+    assert diagnose(job.standings().values(), job.lines, job.mesh) is None
 
 
 def test_absence_in_a_tensor_group_is_followed_through_its_victim():
@@ -73,7 +92,10 @@ def test_absence_in_a_tensor_group_is_followed_through_its_victim():
     for rank in others(4, 5):
         job.issue(replica[rank], rank)
     job.absent.add(4)
-    assert found(job).ranks == (4,)
+    incident = found(job)
+    assert incident.scope is Scope.PROCESS_GROUP
+    assert incident.ranks == (0, 2, 4, 5, 6), "the groups of rank 4, and not the ranks that wait for rank 5"
+    assert "Rank 4 did not answer: it is not known" in incident.sentence
 
 
 def test_trainer_that_died_before_it_published_anything():

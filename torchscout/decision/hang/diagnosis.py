@@ -13,7 +13,7 @@ so observers ask for one only when no rank has moved for some time.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -135,11 +135,13 @@ def _deadlock(evidence: HangEvidence, cycles: Sequence[Mapping[int, IssuedOp]]) 
 
 
 def _stall(evidence: HangEvidence, graph: WaitGraph) -> Incident:
-    """Report operations that all ranks entered. Suspects are absent or dead, or their devices are behind."""
+    """Report operations that all ranks entered. Suspects are dead, or their devices are behind."""
     stalled = sorted(map(evidence.table.issued_op, graph.stalled.lines.values()), key=_key)
     members = {rank for each in stalled for rank in evidence.lines[each.line].members}
-    suspects = members & (evidence.unheard | evidence.dead) or _devices_behind(evidence, members)
-    if suspects and not _is_lossy(evidence, suspects):
+    # A rank that is merely absent may be the cause, or only its report is missing: see [Note: Absence].
+    absent = members & evidence.unheard
+    suspects = members & evidence.dead or (set() if absent else _devices_behind(evidence, members))
+    if suspects:
         missed: dict[int, list[IssuedOp]] = {rank: [] for rank in sorted(suspects)}
         for each in stalled:
             for rank in suspects.intersection(evidence.lines[each.line].members):
@@ -152,17 +154,8 @@ def _stall(evidence: HangEvidence, graph: WaitGraph) -> Incident:
         tuple(sorted(members)),
         explanation.of_lines(evidence, [each.line for each in stalled], ()),
         Action.INSPECT,
-        explanation.stall(evidence, stalled, evidence.silence(members), sorted(suspects)),
+        explanation.stall(evidence, stalled, evidence.silence(members), sorted(absent)),
     )
-
-
-def _is_lossy(evidence: HangEvidence, suspects: Collection[int]) -> bool:
-    """Whether suspects are known for nothing but their absence, and several ranks are absent.
-
-    One absent rank explains the stall by itself. Of several, at least one is absent for another reason, such
-    as lost messages, and then a suspect may be too.
-    """
-    return len(evidence.unheard) > 1 and evidence.unheard.issuperset(suspects)
 
 
 def _unobserved(evidence: HangEvidence) -> Incident | None:
@@ -198,8 +191,9 @@ def _scope_and_action(evidence: HangEvidence, ranks: Sequence[int]) -> tuple[Sco
     )
     scope = Scope.MACHINE if together else Scope.RANK
     # One crashed trainer does not mean a lost machine, even if it was alone there: its observer answered.
-    sizes = Counter(mesh.host_of(rank) for rank in range(len(mesh)) if together)
-    emptied = together and all(sizes[host] == count for host, count in suspects.items())
+    emptied = together and all(
+        host is not None and len(mesh.ranks_on(host)) == count for host, count in suspects.items()
+    )
     answered = (evidence.statuses.get(rank) for rank in ranks)
     processes = {None if status is None else status.process for status in answered}
     if lost or (emptied and processes == {Process.GONE}):

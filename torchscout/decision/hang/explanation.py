@@ -219,10 +219,12 @@ def stall(
         "no rank is behind: the runtime, a device or the transport has stalled",
     )
     if absent:
-        who = f"all members that answered, of {members},"
+        unknown = members - evidence.answered[evidence.lines.index(stalled[0].line)]
+        who = f"all {members} members{f' but {unknown}' if unknown else ''}"
+        suspect = "it" if len(absent) == 1 else "one of them"
         cause = (
             f"{named(absent)} {evidence.absent}: it is not known whether "
-            "one of them, the runtime, a device or the transport has stalled"
+            f"{suspect}, the runtime, a device or the transport has stalled"
         )
     return sentences(
         f"{who} entered {_operation(evidence, stalled[0])}, which has not returned{since}",
@@ -262,7 +264,7 @@ def _lag(evidence: HangEvidence, rank: int, issued: IssuedOp) -> str:
 def _state(evidence: HangEvidence, rank: int) -> str:
     status, progress = evidence.statuses.get(rank), evidence.progress(rank)
     if status is None:
-        return f"its machine {evidence.absent}" if rank in evidence.lost else f"it {evidence.absent}"
+        return f"its machine {evidence.absent}"  # a rank that is absent alone is not described
     if status.process is not Process.RUNNING:
         return f"its process is {status.process.value}"
     if status.doing:

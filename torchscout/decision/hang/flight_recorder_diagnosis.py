@@ -93,10 +93,9 @@ def explain(dumps: Sequence[Dump], world_size: int) -> Explanation:
 
 
 def _is_about_absence(incident: Incident, absent: Sequence[int]) -> bool:
-    """Whether nothing but the absence of ranks is known about those that are named."""
+    """Whether it is a group that waits, with absent members."""
     is_stall = incident.scope is Scope.PROCESS_GROUP and incident.records[0].surface.startswith("issued/")
-    named = set(incident.ranks)
-    return named <= set(absent) or (is_stall and not named.isdisjoint(absent))
+    return is_stall and not set(incident.ranks).isdisjoint(absent)
 
 
 def _too_few(progresses: Progresses, absent: Sequence[int]) -> str:
