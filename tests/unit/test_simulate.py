@@ -215,3 +215,20 @@ def test_an_interrupted_run_reports_what_it_has_decided():
 
     report = runner.report_of(SMALL, 100, seed=1, show=show)
     assert (report["scenarios"], report["interrupted"]) == (5, True)
+
+
+def test_experts_of_deepseek_fill_eight_machines_and_no_group_tells_these_apart():
+    """So a slow machine there cannot be named by the times of collectives: all eight have the same groups."""
+    job = Job(PUBLISHED["deepseek-v3"])
+    hosts = {
+        line: frozenset(job.mesh.hosts_of(job.members(line)))
+        for kind in ("expert", "replica")
+        for line in np.unique(job.line_of[kind]).tolist()
+    }
+    assert sorted({len(each) for each in hosts.values()}) == [8, 16]
+    for first in range(0, job.size, 64):
+        of_machine = [
+            {int(job.line_of[kind][rank]) for kind in ("expert", "replica") for rank in range(host, host + 8)}
+            for host in range(first, first + 64, 8)
+        ]
+        assert all(each == of_machine[0] for each in of_machine)

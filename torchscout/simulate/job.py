@@ -67,7 +67,7 @@ class Job:
         """Kind -> the line of each rank, ``NOTHING`` without one."""
         self._add_groups()
         self._add_pairs()
-        self.stage: Ints = np.arange(self.size) // layout.tensor % layout.pipeline
+        self.stage: Ints = np.arange(self.size) // layout.between_stages % layout.pipeline
         self.ticks = [each for each in _step(layout) if each.stages and each.kind in self.line_of]
         self.tick_lines = [self._lines_at(tick) for tick in self.ticks]
         """The line of each rank at each tick, ``NOTHING`` if it takes no part."""
@@ -126,7 +126,7 @@ class Job:
                 self.line_of[kind] = lines
 
     def _add_pairs(self) -> None:
-        apart, stages = self.layout.tensor, self.layout.pipeline
+        apart, stages = self.layout.between_stages, self.layout.pipeline
         if stages == 1:
             return
         ranks = np.arange(self.size)

@@ -15,7 +15,10 @@ _PER_HOST = 8
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How ranks are laid out: tensor parallelism varies fastest, then pipeline stages, then replicas."""
+    """How ranks are laid out: tensor parallelism varies fastest, then pipeline stages, then replicas.
+
+    With ``stages_last``, replicas vary faster than stages, so that an expert group fills its machines.
+    """
 
     name: str
     tensor: int
@@ -25,6 +28,7 @@ class Layout:
     """Expert-parallel ranks, neighbours along data parallelism, or all ranks of a tensor group."""
     expert_in_tensor: bool = False
     """Whether experts are split over the ranks of a tensor group."""
+    stages_last: bool = False
 
     def __post_init__(self) -> None:
         if min(self.tensor, self.pipeline, self.data, self.expert) < 1:
@@ -36,6 +40,11 @@ class Layout:
     @property
     def ranks(self) -> int:
         return self.tensor * self.pipeline * self.data
+
+    @property
+    def between_stages(self) -> int:
+        """How far apart the ranks of neighbouring stages are."""
+        return self.tensor * self.data if self.stages_last else self.tensor
 
     @property
     def degrees(self) -> str:
@@ -56,8 +65,9 @@ class Layout:
         rank = np.arange(self.ranks)
         dense = np.zeros((self.ranks, len(AXES)), dtype=np.int64)
         dense[:, AXES.index("tensor")] = rank % self.tensor
-        dense[:, AXES.index("pipeline")] = rank // self.tensor % self.pipeline
-        dense[:, AXES.index("replica")] = rank // (self.tensor * self.pipeline)
+        between_replicas = self.tensor if self.stages_last else self.tensor * self.pipeline
+        dense[:, AXES.index("pipeline")] = rank // self.between_stages % self.pipeline
+        dense[:, AXES.index("replica")] = rank // between_replicas % self.data
         mesh = Mesh(dense, [f"node-{each // _PER_HOST}" for each in range(self.ranks)])
         return mesh if self.expert == 1 or self.expert_in_tensor else mesh.carve_experts(self.expert)
 
@@ -69,7 +79,7 @@ PUBLISHED = {
         Layout("megascale", tensor=8, pipeline=8, data=192),
         Layout("megatron-1t", tensor=8, pipeline=64, data=6),
         Layout("megascale-moe", tensor=8, pipeline=15, data=12, expert=8, expert_in_tensor=True),
-        Layout("deepseek-v3", tensor=1, pipeline=16, data=128, expert=64),
+        Layout("deepseek-v3", tensor=1, pipeline=16, data=128, expert=64, stages_last=True),
     )
 }
 """By name: 16,384, 12,288, 3,072, 1,440 and 2,048 ranks."""

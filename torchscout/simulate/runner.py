@@ -138,9 +138,12 @@ def report_of(
         "healthy_replaced": sum(each.replaced_healthy for each in decided),
         **_costs(decided, layout.ranks),
         "families": {name: dict(counts) for name, counts in families.items()},
-        "not_right": [_example(each) for each in decided if each.score.outcome is not Outcome.RIGHT][
-            :_EXAMPLES
-        ],
+        "not_right": [
+            _example(each)
+            for outcome in (Outcome.WRONG, Outcome.INCONCLUSIVE)
+            for each in decided
+            if each.score.outcome is outcome
+        ][:_EXAMPLES],
     }
     return {**report, "goals": {name: report_value(report, name) <= most for name, most in GOALS.items()}}
 
