@@ -18,6 +18,7 @@ from torchscout.decision.records.record import (
     Agreements,
     EvidenceRecord,
     Incident,
+    LeftOut,
     Manifestation,
     Resolved,
     Scope,
@@ -93,7 +94,7 @@ AGREEMENTS = Agreements(
 
 @pytest.mark.parametrize(
     "item",
-    [EVIDENCE, TIMES, NOT_CHECKED, INCIDENT, RESOLVED, AGREEMENTS],
+    [EVIDENCE, TIMES, NOT_CHECKED, INCIDENT, RESOLVED, AGREEMENTS, LeftOut(count=3)],
     ids=lambda item: type(item).__name__,
 )
 def test_records_survive_json(item):

@@ -193,15 +193,6 @@ def test_files_are_bounded_and_the_newest_lines_stay_in_order(tmp_path: Path):
     assert len(steps) > 20_000 // (line + 20)
 
 
-def test_incidents_are_all_kept(tmp_path: Path):
-    recorder = JsonlRecorder(tmp_path, 0, most_bytes=1000)
-    for _ in range(20):
-        recorder.record(INCIDENT)
-    recorder.close()
-    assert [path.name for path in tmp_path.iterdir()] == ["incidents.jsonl"]
-    assert len([*read(tmp_path / "incidents.jsonl")]) == 20
-
-
 def test_a_new_process_goes_on_where_the_last_one_stopped(tmp_path: Path):
     for step in range(1, 31):
         recorder = JsonlRecorder(tmp_path, 0, most_bytes=5000)

@@ -26,8 +26,9 @@ from typing import TYPE_CHECKING, Any
 
 import zmq
 
+from torchscout.decision.records.line_files import line_of
 from torchscout.decision.records.record import EvidenceRecord, Incident, Manifestation, Resolved, from_json
-from torchscout.decision.records.recorder import JsonlRecorder, line_of
+from torchscout.decision.records.recorder import JsonlRecorder
 from torchscout.observer.late_decision import LateDecision
 from torchscout.observer.record.directory import End, news_of
 from torchscout.observer.rounds.client import RoundClient

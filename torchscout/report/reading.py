@@ -209,6 +209,11 @@ def _read_incidents(run: Run, path: Path) -> None:
             run.resolved.append((line.time, line.item))
         elif isinstance(line.item, Decision):
             run.decisions.append((line.time, line.item))
+    if log.left_out:
+        run.note(
+            f"{path}: {log.left_out} older incidents, ends of incidents and decisions are left out; "
+            "the first of each kind are kept"
+        )
     run.incidents = [
         Reported(incident, time, end) for (incident, end), time in zip(log.entries, times, strict=True)
     ]

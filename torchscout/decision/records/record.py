@@ -27,6 +27,7 @@ __all__ = [
     "EvidenceRecord",
     "Failure",
     "Incident",
+    "LeftOut",
     "Manifestation",
     "Recordable",
     "Resolved",
@@ -333,7 +334,17 @@ class Trust:
         return {"kind": "trust", **asdict(self)}
 
 
-Recordable = EvidenceRecord | Incident | Resolved | Decision | Agreements | Started | Trust
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeftOut:
+    """Older lines that were not kept."""
+
+    count: int
+
+    def to_json(self) -> dict[str, Any]:
+        return {"kind": "left_out", **asdict(self)}
+
+
+Recordable = EvidenceRecord | Incident | Resolved | Decision | Agreements | Started | Trust | LeftOut
 
 
 def from_json(line: Mapping[str, Any]) -> Recordable:
@@ -346,6 +357,7 @@ def from_json(line: Mapping[str, Any]) -> Recordable:
         "agreements": _agreements_from_json,
         "started": lambda line: _from_fields(Started, line),
         "trust": lambda line: _from_fields(Trust, line),
+        "left_out": lambda line: _from_fields(LeftOut, line),
     }
     kind = str(line.get("kind"))
     if kind not in readers:

@@ -6,20 +6,29 @@ handle errors, which must not reach training.
 
 from __future__ import annotations
 
-import errno
 import json
 import os
-import time
-from collections import deque
 from collections.abc import Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
-from torchscout.decision.records.record import SCHEMA, Decision, Incident, Recordable, Resolved, from_json
+from torchscout.decision.records.line_files import MOST_BYTES, LineFile, line_of, opened_files
+from torchscout.decision.records.record import (
+    SCHEMA,
+    Agreements,
+    Decision,
+    EvidenceRecord,
+    Incident,
+    LeftOut,
+    Recordable,
+    Resolved,
+    Started,
+    Trust,
+    from_json,
+)
 from torchscout.log import log
-from torchscout.utils.private_files import make_folders, open_file
 
 __all__ = [
     "HISTORY_FILE",
@@ -32,22 +41,17 @@ __all__ = [
     "Problem",
     "Recorder",
     "Stamped",
-    "line_of",
     "log_incident",
     "read",
     "record_one",
 ]
 
-_MOST_WAITING = 256
-"""Lines that wait while the disk is full; older ones are dropped."""
 INCIDENTS_FILE = "incidents.jsonl"
 RECORDS_FOLDER = "records"
 HISTORY_FILE = "history.jsonl"
 """In the run directory, by rank 0: starts of the job, and which checkpoints could be trusted when."""
 REPLAY_FILE = "replay.json"
 """In the run directory, by rank 0: whether checks are on or off. Written once they have failed."""
-MOST_BYTES = 16 << 20
-"""The size of a file of records. A full file is renamed, and replaces the one that was full before."""
 
 
 class Recorder(Protocol):
@@ -56,36 +60,25 @@ class Recorder(Protocol):
     def close(self) -> None: ...
 
 
-def line_of(item: Recordable) -> bytes:
-    """Return the item as one JSON line with the time; raises ``ValueError`` for NaN and infinity."""
-    return _line(item.to_json())
-
-
-def _line(document: dict[str, Any]) -> bytes:
-    line = {"schema": SCHEMA, "time": time.time(), "monotonic": time.monotonic(), **document}
-    return (json.dumps(line, allow_nan=False) + "\n").encode()
-
-
 class JsonlRecorder:
     """The run directory: ``incidents.jsonl`` and ``history.jsonl`` for the job, ``records/rank-N.jsonl`` for
     each rank.
 
     A line that cannot be written, for example on a full disk, raises ``OSError`` and is written with the next
-    one. A folder that was removed is created again. Records take two files of ``most_bytes`` at most; all
-    incidents are kept.
+    one. A folder that was removed is created again. Each takes two files of ``most_bytes`` at most. Of older
+    incidents, the first of each kind are kept and the others are counted; see ``line_files``.
     """
 
     def __init__(self, run_dir: Path | str, rank: int, *, most_bytes: int = MOST_BYTES) -> None:
-        incidents = _Lines(Path(run_dir) / INCIDENTS_FILE)
-        records = _Lines(Path(run_dir) / RECORDS_FOLDER / f"rank-{rank}.jsonl", most_bytes)
-        history = _Lines(Path(run_dir) / HISTORY_FILE, most_bytes)
-        self._lines = dict.fromkeys(("incident", "resolved", "decision"), incidents)
-        self._lines |= dict.fromkeys(("evidence", "agreements"), records)
-        self._lines |= dict.fromkeys(("started", "trust"), history)
+        incidents = LineFile(Path(run_dir) / INCIDENTS_FILE, most_bytes, keeps_first=True)
+        records = LineFile(Path(run_dir) / RECORDS_FOLDER / f"rank-{rank}.jsonl", most_bytes)
+        history = LineFile(Path(run_dir) / HISTORY_FILE, most_bytes)
+        self._lines: dict[type, LineFile] = dict.fromkeys((Incident, Resolved, Decision), incidents)
+        self._lines |= dict.fromkeys((EvidenceRecord, Agreements), records)
+        self._lines |= dict.fromkeys((Started, Trust), history)
 
     def record(self, item: Recordable) -> None:
-        document = item.to_json()
-        self._lines[document["kind"]].add(_line(document))
+        self._lines[type(item)].add(line_of(item))
 
     def close(self) -> None:
         for lines in set(self._lines.values()):
@@ -97,74 +90,6 @@ def record_one(run_dir: Path | str, rank: int, item: Recordable) -> None:
     recorder = JsonlRecorder(run_dir, rank)
     recorder.record(item)
     recorder.close()
-
-
-class _Lines:
-    """A file of lines that several processes append to, or one process if its size is limited."""
-
-    def __init__(self, path: Path, most_bytes: int | None = None) -> None:
-        self._path, self._most_bytes = path, most_bytes
-        self._file: int | None = None
-        self._waiting: deque[bytes] = deque(maxlen=_MOST_WAITING)
-
-    def add(self, line: bytes) -> None:
-        self._waiting.append(line)
-        self._write()
-
-    def close(self) -> None:
-        try:
-            if self._waiting:
-                self._write()
-        finally:
-            self._close()
-
-    def _write(self) -> None:
-        while self._waiting:
-            file = self._opened()
-            # One write to an append-only file: several ranks add incidents, and readers see whole lines.
-            # A line that a full disk or a crash has truncated must not merge with this one.
-            line = b"\n" * _is_cut(file) + self._waiting[0]
-            if os.write(file, line) < len(line):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._path))
-            self._waiting.popleft()
-
-    def _opened(self) -> int:
-        """Return a file with this name that is not full; the open one may have been removed."""
-        if self._file is not None and not self._is_there(self._file):
-            self._close()
-        file = self._open() if self._file is None else self._file
-        if self._most_bytes is not None and os.fstat(file).st_size >= self._most_bytes:
-            self._path.replace(_older(self._path))
-            self._close()
-            file = self._open()
-        return file
-
-    def _open(self) -> int:
-        make_folders(self._path.parent)
-        # Owner-only: the stacks in incidents contain private paths and names.
-        self._file = open_file(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
-        return self._file
-
-    def _is_there(self, file: int) -> bool:
-        try:
-            return os.path.samestat(os.fstat(file), self._path.lstat())
-        except OSError:
-            return False
-
-    def _close(self) -> None:
-        file, self._file = self._file, None
-        if file is not None:
-            os.close(file)
-
-
-def _older(path: Path) -> Path:
-    """The name of a full file; its suffix keeps it out of searches for ``*.jsonl``."""
-    return path.with_name(f"{path.name}.1")
-
-
-def _is_cut(file: int) -> bool:
-    size = os.fstat(file).st_size
-    return bool(size) and os.pread(file, 1, size - 1) != b"\n"
 
 
 def log_incident(item: Incident | Resolved) -> None:
@@ -201,33 +126,19 @@ class Problem:
 
 
 def read(path: Path | str) -> Iterator[Stamped | Problem]:
-    """Yield every line of a JSONL file in order, beginning with the previous full file.
+    """Yield every line of a JSONL file in order, beginning with the older files; see ``line_files``.
 
     A truncated or foreign line is a ``Problem``. Raises ``FileNotFoundError`` if there is no file.
     """
     with ExitStack() as opened:
-        for each, file in _files(Path(path), opened):
+        for each, file in opened_files(Path(path), opened):
             for number, line in enumerate(file, start=1):
                 if line.strip():
                     yield _parsed(each, number, line)
 
 
-def _files(path: Path, opened: ExitStack) -> list[tuple[Path, BinaryIO]]:
-    """Open the full file, if there is one, and the current one."""
-    found: list[tuple[Path, BinaryIO]] = []
-    # The current one first: if it is renamed in between, it is found under both names and read once.
-    for each in (path, _older(path)):
-        with suppress(FileNotFoundError):
-            found.append((each, opened.enter_context(each.open("rb"))))
-    if not found:
-        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
-    if len(found) == 2 and os.path.sameopenfile(*(file.fileno() for _, file in found)):
-        found.pop()
-    return found[::-1]
-
-
 class Follower:
-    """Reads a growing JSONL file, each line once.
+    """Reads a growing JSONL file, each line once, beginning with the older files.
 
     A line that cannot be read is skipped or, if ``strict``, raises ``ValueError``.
     """
@@ -240,19 +151,15 @@ class Follower:
 
     def fresh(self) -> Iterator[Stamped]:
         """Yield what was added since the last call; an incomplete last line is left for the next one."""
-        file = self._opened()
-        if file is None:
+        try:
+            if self._file is None:
+                yield from self._older()
+            elif not os.path.samestat(self._path.stat(), os.fstat(self._file.fileno())):
+                yield from self._rest()  # it was full and is renamed, or it was removed
+                self._begin(self._path.open("rb"))
+        except (FileNotFoundError, NotADirectoryError):
             return
-        file.seek(self._read)
-        for line in file:
-            if not line.endswith(b"\n"):
-                return
-            self._read, self._number = self._read + len(line), self._number + 1
-            parsed = _parsed(self._path, self._number, line) if line.strip() else None
-            if isinstance(parsed, Stamped):
-                yield parsed
-            elif parsed is not None and self._strict:
-                raise ValueError(str(parsed))
+        yield from self._rest()
 
     def close(self) -> None:
         """Idempotent."""
@@ -260,17 +167,34 @@ class Follower:
         if file is not None:
             file.close()
 
-    def _opened(self) -> BinaryIO | None:
-        """The file, from its beginning if it was removed and made again; None if nothing is new."""
-        try:
-            status = self._path.stat()
-            if self._file is None or not os.path.samestat(status, os.fstat(self._file.fileno())):
-                self.close()
-                self._file = self._path.open("rb")
-                self._read = self._number = 0
-        except (FileNotFoundError, NotADirectoryError):
-            return None
-        return self._file if status.st_size > self._read else None
+    def _begin(self, file: BinaryIO) -> None:
+        self.close()
+        self._file, self._read, self._number = file, 0, 0
+
+    def _older(self) -> Iterator[Stamped]:
+        """Yield what the older files have, and begin with the newest one."""
+        with ExitStack() as opened:
+            *older, (_, newest) = opened_files(self._path, opened)
+            self._begin(os.fdopen(os.dup(newest.fileno()), "rb"))
+            for path, file in older:
+                for number, line in enumerate(file, start=1):
+                    yield from self._items(path, number, line)
+
+    def _rest(self) -> Iterator[Stamped]:
+        assert self._file is not None
+        self._file.seek(self._read)
+        for line in self._file:
+            if not line.endswith(b"\n"):
+                return
+            self._read, self._number = self._read + len(line), self._number + 1
+            yield from self._items(self._path, self._number, line)
+
+    def _items(self, path: Path, number: int, line: bytes) -> Iterator[Stamped]:
+        parsed = _parsed(path, number, line) if line.strip() else None
+        if isinstance(parsed, Stamped):
+            yield parsed
+        elif parsed is not None and self._strict:
+            raise ValueError(str(parsed))
 
 
 class IncidentLog:
@@ -282,6 +206,8 @@ class IncidentLog:
         """What has been read so far: each incident and how it ended, None while it is open."""
         self.decisions: list[Decision] = []
         """What was decided about them."""
+        self.left_out = 0
+        """Older lines that are not kept."""
         self._file = Follower(Path(run_dir) / INCIDENTS_FILE, strict=strict)
 
     @classmethod
@@ -315,6 +241,8 @@ class IncidentLog:
             self.entries.append((item, None))
         elif isinstance(item, Decision):
             self.decisions.append(item)
+        elif isinstance(item, LeftOut):
+            self.left_out += item.count
         elif isinstance(item, Resolved):
             # The same may happen again later, and is then open.
             self.entries = [
