@@ -7,9 +7,11 @@ knows how a framework lays ranks out. There is no default mesh: ranks are never 
 from __future__ import annotations
 
 import hashlib
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, fields
 from enum import Enum
+from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple, TypeVar
 
@@ -237,10 +239,20 @@ class Mesh:
 
     def hosts_of(self, ranks: Sequence[int]) -> tuple[str, ...]:
         """The known machines of ``ranks``, without duplicates, in order of first appearance."""
-        return tuple(dict.fromkeys(host for rank in ranks if (host := self.host_of(rank)) is not None))
+        if self._hosts is None or not len(ranks):
+            return ()
+        self._known(min(ranks)), self._known(max(ranks))
+        return tuple(dict.fromkeys(map(self._hosts.__getitem__, ranks)))
 
     def ranks_on(self, host: str) -> tuple[int, ...]:
-        return tuple(rank for rank, name in enumerate(self._hosts or ()) if name == host)
+        return self._ranks_by_host.get(host, ())
+
+    @cached_property
+    def _ranks_by_host(self) -> dict[str, tuple[int, ...]]:
+        found = defaultdict[str, list[int]](list)
+        for rank, host in enumerate(self._hosts or ()):
+            found[host].append(rank)
+        return {host: tuple(ranks) for host, ranks in found.items()}
 
     def _table(self, role: LayerKind | str | None) -> _Table:
         return self._tables[LayerKind.EXPERT if role is None else LayerKind(role)]

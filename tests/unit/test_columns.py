@@ -256,10 +256,10 @@ def test_a_lost_machine_is_the_source_and_no_line_is_stalled():
 
 def test_suspect_that_did_not_answer_is_shown_in_the_proof():
     job = replicas(4)
-    job.issue("world", 0, 1, 3)
-    job.absent.add(2)
+    job.issue("world", 0, 1)
+    job.absent |= {2, 3}
     record = found(job).records[0]
-    assert (record.peers, record.verdict.evidence) == ((0, 1, 2, 3), (4, 4, -1, 4))
+    assert (record.peers, record.verdict.evidence) == ((0, 1, 2, 3), (4, 4, -1, -1))
 
 
 # The parts.

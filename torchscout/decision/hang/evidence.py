@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from torchscout.decision.hang.table import NOTHING, Bools, Ints, RoundTable, spans, table_of
+from torchscout.decision.hang.table import NOTHING, Bools, Ints, RoundTable, ordered, spans, table_of
 from torchscout.decision.progress import CommGroup, IssuedOp, Progress, RankStatus
 from torchscout.mesh import Mesh
 
@@ -58,13 +58,15 @@ class RankColumns:
         shows, is_known = np.diff(table.starts) > 0, table.row_line != NOTHING
 
         def latest(rows: Ints, operations: Ints) -> Ints:
-            """The last of ``operations``, each the last in its row, for each rank."""
-            order = np.argsort(table.order[operations], kind="stable")
-            operations = np.where(is_known[rows], operations, NOTHING)
-            return column(operations[order], NOTHING, table.row_rank[rows[order]])  # the last one is kept
+            """The last of ``operations``, each the last in its row, for each rank; rows of a rank adjoin."""
+            firsts = np.flatnonzero(np.diff(table.row_rank[rows], prepend=NOTHING))
+            places = (table.order[operations].astype(np.int64) << 32) + np.arange(len(rows))
+            which = np.maximum.reduceat(places, firsts) & 0xFFFF_FFFF if len(firsts) else firsts
+            found = np.where(is_known[rows[which]], operations[which], NOTHING)
+            return column(found, NOTHING, table.row_rank[rows[firsts]])
 
         newest = latest(rows := np.flatnonzero(shows), last[rows])
-        of_known = latest(rows := np.flatnonzero(shows & is_known), last[rows])
+        of_known = newest if is_known.all() else latest(rows := np.flatnonzero(shows & is_known), last[rows])
         on_host = np.full(size, True)
         on_host[of_known != NOTHING] = table.entered[table.row_of(of_known[of_known != NOTHING])] == NOTHING
         on_device = np.flatnonzero(shows & is_known & (table.entered != NOTHING))
@@ -92,13 +94,18 @@ class RankColumns:
 def _last_reached(table: RoundTable, rows: Ints) -> Ints:
     """Return the last operation of each row that the device has reached; ``NOTHING`` if none is shown."""
     behind = table.issued[rows] - table.entered[rows]
-    low, high = table.starts[rows], table.starts[rows + 1]
-    while (open_ := np.flatnonzero(low < high)).size:  # the operations before ``low`` have been reached
+    first, high = table.starts[rows], table.starts[rows + 1]
+    # The operations before ``low`` have been reached; if none is missing in between, no others.
+    low = np.maximum(high - np.maximum(behind - table.age[high - 1], 0), first)
+    more = np.flatnonzero(low < high)
+    none_missing = more[table.age[low[more]] < behind[more]]
+    high[none_missing] = low[none_missing]
+    while (open_ := np.flatnonzero(low < high)).size:
         middle = (low[open_] + high[open_]) // 2
         has_reached = table.age[middle] >= behind[open_]
         low[open_[has_reached]] = middle[has_reached] + 1
         high[open_[~has_reached]] = middle[~has_reached]
-    return np.where(low > table.starts[rows], low - 1, NOTHING)
+    return np.where(low > first, low - 1, NOTHING)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -119,12 +126,14 @@ class Members:
         members = table.lines.members
         line = np.repeat(np.arange(len(table.lines)), members.lengths)
         rows = np.flatnonzero(table.row_line != NOTHING)
-        keys = _pairs(table.row_line[rows], table.row_rank[rows])
-        rows = np.append(rows[order := np.argsort(keys)], NOTHING)
-        keys = np.append(keys[order], np.iinfo(np.int64).max)
-        wanted = _pairs(line, members.values)
-        at = np.searchsorted(keys, wanted)
-        found = np.where(keys[at] == wanted, rows[at], NOTHING)
+        rows = rows[ordered(table.row_line[rows])]  # by line and, because they were by rank, by rank
+        keys, wanted = _pairs(table.row_line[rows], table.row_rank[rows]), _pairs(line, members.values)
+        if np.array_equal(keys, wanted):
+            found = rows  # all members have answered, and are listed in ascending order
+        else:
+            rows, keys = np.append(rows, NOTHING), np.append(keys, np.iinfo(np.int64).max)
+            at = np.searchsorted(keys, wanted)
+            found = np.where(keys[at] == wanted, rows[at], NOTHING)
         # The last entry stands for a member without a row.
         issued, entered = np.append(table.issued, 0)[found], np.append(table.entered, NOTHING)[found]
         return cls(members.values, line, members.starts, issued, entered)
@@ -151,8 +160,10 @@ _EVERYTHING = np.iinfo(np.int64).max
 # If a rank does not answer, its machine, its trainer and observer, or only its observer is gone or
 # unreachable. If no rank of a known machine answers, the machine is *lost*, and its ranks are as dead as a
 # trainer that is known to be gone. A rank that is absent alone is merely *unheard*: it must not be blamed for
-# a hang that another rank explains, so it is assumed to have issued everything, and is suspected only if
-# nothing else explains a wait.
+# a hang that another rank explains, so it is assumed to have issued everything. If nothing else explains a
+# wait, either the rank is the cause, or its report was lost and an operation has stalled that it has entered.
+# Both look the same to all other ranks, so the group is reported, with the rank that is absent, and nobody is
+# named.
 
 
 class HangEvidence:
@@ -282,10 +293,10 @@ class HangEvidence:
         return float(self.columns.silent_seconds[list(ranks)].max(initial=0.0))
 
     def _absent(self) -> tuple[frozenset[int], frozenset[int]]:
-        absent = np.flatnonzero(~self.columns.answered[: len(self.mesh)]).tolist()
-        # Hosts matter only if a rank is absent.
-        answered = {self.mesh.host_of(rank) for rank in self.table.rank.tolist() if absent} | {None}
-        lost = frozenset(rank for rank in absent if self.mesh.host_of(rank) not in answered)
+        answered, mesh = self.columns.answered, self.mesh
+        absent = np.flatnonzero(~answered[: len(mesh)]).tolist()
+        hosts = [each for each in mesh.hosts_of(absent) if not answered[list(mesh.ranks_on(each))].any()]
+        lost = frozenset(rank for host in hosts for rank in mesh.ranks_on(host))
         return lost, frozenset(absent) - lost
 
     def _count_reached(self, halted: Ints) -> Ints:

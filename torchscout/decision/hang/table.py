@@ -17,7 +17,18 @@ import numpy.typing as npt
 
 from torchscout.decision.progress import CommGroup, IssuedOp, Process, Progress, RankStatus
 
-__all__ = ["NOTHING", "Bools", "Hashes", "Ints", "Lines", "RoundTable", "Rows", "spans", "table_of"]
+__all__ = [
+    "NOTHING",
+    "Bools",
+    "Hashes",
+    "Ints",
+    "Lines",
+    "RoundTable",
+    "Rows",
+    "ordered",
+    "spans",
+    "table_of",
+]
 
 Bools = npt.NDArray[np.bool_]
 Ints = npt.NDArray[np.int64]
@@ -38,8 +49,8 @@ class Rows:
     @classmethod
     def grouped(cls, rows: Ints, values: Ints, count: int) -> Rows:
         """Put each value into its row, of ``count`` rows, in the given order."""
-        order = np.argsort(rows, kind="stable")
-        return cls(values[order], np.searchsorted(rows[order], np.arange(count + 1)))
+        starts = np.append(0, np.cumsum(np.bincount(rows, minlength=count)))
+        return cls(values[ordered(rows)], starts)
 
     def __getitem__(self, row: int) -> Ints:
         return self.values[self.starts[row] : self.starts[row + 1]]
@@ -58,6 +69,17 @@ def spans(starts: Ints, lengths: Ints) -> tuple[Ints, Ints]:
     which = np.repeat(np.arange(len(starts)), lengths)
     before = np.cumsum(lengths) - lengths
     return np.arange(len(which)) + (starts - before)[which], which
+
+
+def ordered(values: Ints) -> Ints:
+    """Return the order that sorts numbers from 0 to 2**32, equal ones as they come.
+
+    NumPy sorts numbers of 16 bits without comparing them, several times as fast as larger ones.
+    """
+    order = np.argsort(values.astype(np.uint16), kind="stable")
+    if values.max(initial=0) >> 16:
+        order = order[np.argsort((values[order] >> 16).astype(np.uint16), kind="stable")]
+    return order
 
 
 class Lines(Mapping[str, CommGroup]):

@@ -31,8 +31,10 @@ from torchscout.observer.rounds.post import (
 )
 from torchscout.observer.rounds.reports import Reports
 
-__all__ = ["table_of"]
+__all__ = ["headers_of", "table_of"]
 
+_CHUNK = 1024
+"""Posts that are read at a time."""
 _Records = npt.NDArray[np.void]
 
 _HEADER = np.dtype(
@@ -58,13 +60,13 @@ assert [each.itemsize for each in _DTYPES] == [each.size for each in _STRUCTS]
 
 def table_of(reports: Reports) -> RoundTable:
     """Return the table of a round."""
-    posts = [reports.posts[rank] for rank in sorted(reports.posts)]
-    header = np.frombuffer(b"".join([post.data[: HEADER.size] for post in posts]), _HEADER)
+    posts, header = reports.in_order, reports.headers
     rows, operations, runs, phrases = _parts(posts, header)
     rank, flags = header["rank"].astype(np.int64), header["flags"].astype(np.int64)
     owner = np.repeat(np.arange(len(posts)), header["rows"])
     counts = rows["operations"].astype(np.int64)
-    lines, row_line = _lines(posts, rows, owner, runs)
+    first_row = np.cumsum(header["rows"].astype(np.int64)) - header["rows"]
+    lines, row_line = _lines(posts, rows, owner, first_row, runs)
     first_phrase = np.cumsum(header["phrases"].astype(np.int64)) - header["phrases"]
     starts = np.append(0, np.cumsum(counts))
 
@@ -102,14 +104,46 @@ def table_of(reports: Reports) -> RoundTable:
     )
 
 
+def headers_of(posts: Sequence[Post]) -> _Records:
+    """Return the headers of posts."""
+    found = [_pieces(data, HEADER.size)[starts] for data, starts, _ in _chunks(posts)]
+    return np.concatenate(found).view(_HEADER) if found else np.zeros(0, _HEADER)
+
+
 def _parts(posts: Sequence[Post], header: _Records) -> list[_Records]:
     """Return rows, operations, runs and phrases of all posts."""
-    found, begin = [], np.full(len(posts), HEADER.size)
-    for name, dtype in (("rows", _ROW), ("operations", _OPERATION), ("runs", _RUN), ("phrases", _PHRASE)):
-        end = begin + header[name].astype(np.int64) * dtype.itemsize
-        places = zip(posts, begin.tolist(), end.tolist(), strict=True)
-        found.append(np.frombuffer(b"".join([post.data[a:b] for post, a, b in places]), dtype))
-        begin = end
+    dtypes = {"rows": _ROW, "operations": _OPERATION, "runs": _RUN, "phrases": _PHRASE}
+    lengths = {name: header[name].astype(np.int64) * dtype.itemsize for name, dtype in dtypes.items()}
+    starts = {name: np.cumsum(each) - each for name, each in lengths.items()}
+    parts = {name: np.empty(int(each.sum()), np.uint8) for name, each in lengths.items()}
+    for data, first, chunk in _chunks(posts):
+        begin = first + HEADER.size
+        for name, part in parts.items():
+            of_posts, to = lengths[name][chunk], starts[name][chunk]
+            # Few lengths are different, and the parts of one length are copied together.
+            for length in np.unique(of_posts).tolist():
+                if length:
+                    chosen = np.flatnonzero(of_posts == length)
+                    _pieces(part, length)[to[chosen]] = _pieces(data, length)[begin[chosen]]
+            begin = begin + of_posts
+    return [part.view(dtypes[name]) for name, part in parts.items()]
+
+
+def _chunks(posts: Sequence[Post]) -> Iterator[tuple[npt.NDArray[np.uint8], Ints, slice]]:
+    """Yield some posts at a time as one array, with the place where each of them starts.
+
+    To cut each post into its parts would take longer. All at once would need much memory.
+    """
+    for first in range(0, len(posts), _CHUNK):
+        chunk = slice(first, first + _CHUNK)
+        some = [post.data for post in posts[chunk]]
+        lengths = np.fromiter(map(len, some), np.int64, len(some))
+        yield np.frombuffer(b"".join(some), np.uint8), np.cumsum(lengths) - lengths, chunk
+
+
+def _pieces(data: npt.NDArray[np.uint8], size: int) -> _Records:
+    """Return a view of all pieces of this size: one begins at each byte."""
+    found: _Records = np.ndarray((len(data) - size + 1,), np.dtype((np.void, size)), data, strides=(1,))
     return found
 
 
@@ -124,7 +158,9 @@ def _waiting(reports: Reports, rank: Ints, flags: Ints) -> Ints:
     return waiting
 
 
-def _lines(posts: Sequence[Post], rows: _Records, owner: Ints, runs: _Records) -> tuple[Lines, Ints]:
+def _lines(
+    posts: Sequence[Post], rows: _Records, owner: Ints, first_row: Ints, runs: _Records
+) -> tuple[Lines, Ints]:
     """Return the lines with several members, and the line of each row.
 
     Of several declarations of one line the first counts.
@@ -145,7 +181,6 @@ def _lines(posts: Sequence[Post], rows: _Records, owner: Ints, runs: _Records) -
     index = np.full(len(hashes), NOTHING)
     index[chosen[is_line]] = np.arange(is_line.sum())
     members = Rows(ranks[is_line[of_line[of_run]]], np.append(0, np.cumsum(sizes[is_line])))
-    first_row = np.searchsorted(owner, np.arange(len(posts)))
     rows_of_lines = declaration[chosen[is_line]]
     declarations = np.stack([owner[rows_of_lines], rows_of_lines - first_row[owner[rows_of_lines]]])
     return _PostedLines(posts, hashes[chosen[is_line]], members, declarations), index[which]

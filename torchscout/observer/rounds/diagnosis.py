@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 from torchscout.decision.consensus.rules import Status, Verdict
@@ -127,8 +128,9 @@ def _first_gone(reports: Reports) -> list[int]:
 
 def _lost_machines(reports: Reports, mesh: Mesh) -> list[int]:
     """Return the ranks of machines from which nobody reported: trainers elsewhere ended because of that."""
-    reporting = {mesh.host_of(rank) for rank in reports} | {None}
-    return [rank for rank in range(len(mesh)) if rank not in reports and mesh.host_of(rank) not in reporting]
+    hosts = mesh.hosts_of([rank for rank in range(len(mesh)) if rank not in reports])
+    silent = [host for host in hosts if reports.posts.keys().isdisjoint(mesh.ranks_on(host))]
+    return sorted(rank for host in silent for rank in mesh.ranks_on(host))
 
 
 def _undecided(incident: Incident, reports: Reports, mesh: Mesh) -> Incident:
@@ -206,7 +208,8 @@ def _shown(reports: Reports, incident: Incident) -> list[EvidenceRecord]:
     with_stack = [rank for rank, stack in sorted(reports.stacks.items()) if stack.text and rank not in proved]
     shown = [rank for rank in with_stack if rank in suspects][:_SUSPECTS]
     shown += [rank for rank in with_stack if rank not in suspects][:_VICTIMS]
-    ordered = [*sorted(suspects), *sorted(reports.keys() - suspects)][: _SUSPECTS + _VICTIMS]
+    others = (rank for rank in sorted(reports.posts) if rank not in suspects)
+    ordered = [*sorted(suspects), *islice(others, _SUSPECTS + _VICTIMS)][: _SUSPECTS + _VICTIMS]
     return [_stack(reports.status(rank), incident) for rank in shown] + [
         _record(
             incident,

@@ -5,12 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property
-from typing import NamedTuple
+from math import isnan
+from typing import TYPE_CHECKING, NamedTuple
 
 from torchscout.decision.progress import Process, Progress, RankStatus
 from torchscout.observer.rounds.post import FLAGS, Post
 from torchscout.observer.rounds.post_writer import post_of
 from torchscout.observer.rounds.rank_report import RankReport
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 __all__ = ["Reports", "Stack"]
 
@@ -53,21 +58,31 @@ class Reports(Mapping[int, RankReport]):
         )
 
     @cached_property
+    def in_order(self) -> list[Post]:
+        """The posts by ascending rank."""
+        return [self.posts[rank] for rank in sorted(self.posts)]
+
+    @cached_property
+    def headers(self) -> npt.NDArray[np.void]:
+        """The headers of ``in_order``."""
+        from torchscout.observer.rounds.columns import headers_of  # with numpy, which only rounds need
+
+        return headers_of(self.in_order)
+
+    @cached_property
     def flags(self) -> int:
         """What is true of any rank; see ``post.FLAGS``."""
         found = 0
-        for post in self.posts.values():
-            found |= post.header.flags
+        for flags in set(self.headers["flags"].tolist()):
+            found |= flags
         return found
 
     @cached_property
     def gone(self) -> dict[int, float]:
         """Rank -> how many seconds ago its trainer was seen to have ended early."""
-        return {
-            rank: post.header.gone_seconds + self.ages.get(rank, 0.0)
-            for rank, post in self.posts.items()
-            if post.header.gone_seconds == post.header.gone_seconds  # not a number if it is not gone
-        }
+        ranks, seconds = self.headers["rank"].tolist(), self.headers["gone_seconds"].tolist()
+        found = zip(ranks, seconds, strict=True)
+        return {rank: since + self.ages.get(rank, 0.0) for rank, since in found if not isnan(since)}
 
     @property
     def last_step(self) -> int:
