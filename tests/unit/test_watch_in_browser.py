@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.support.browser import chromium, watched
+from tests.support.large_run import HUNG, LARGE, write_large_run
 from tests.unit.test_report import write_run
 from tests.unit.test_watch import TOKEN, add_incident, served
 from torchscout.report.server import ReportServer
@@ -121,3 +123,31 @@ def test_hostile_texts_that_arrive_later_are_inert(text: str, browser: Any, tmp_
         assert shown.locator("script").count() == 2
         said = shown.locator("#incidents .sentence").last.inner_text()
         assert said == f"Rank 3: {text}".replace("\x1b", "\\u001b").replace("\u202e", "\\u202e")
+
+
+@pytest.mark.slow
+def test_a_large_job_shows_a_new_incident_and_opens_machines_within_two_seconds(browser: Any, tmp_path: Path):
+    """The requirement at 16,384 ranks, after the files have been read for the first time."""
+    write_large_run(tmp_path, LARGE)
+    with served(tmp_path) as server:
+        server.run.document()
+        with watched(browser, server.url) as (shown, _):
+            assert shown.locator("#mesh .tile").count() == LARGE // 8
+            for place in range(3):
+                began = time.monotonic()
+                add_incident(tmp_path, f"Rank 3 disagrees, time {place}.")
+                shown.get_by_text(f"Rank 3 disagrees, time {place}.").first.wait_for(timeout=20_000)
+                took = time.monotonic() - began
+                print(f"a new incident is on the page after {took:.2f} s")
+                assert took < WITHIN / 1000
+            drill = """() => {
+                const began = performance.now();
+                document.querySelector("#mesh .tile").click();
+                document.querySelector("#mesh .drilled").getBoundingClientRect();
+                return performance.now() - began;
+            }"""
+            took = shown.evaluate(drill)
+            print(f"the ranks of a machine are on the page after {took:.0f} ms")
+            assert took < WITHIN
+            assert shown.locator(f'#mesh .drilled [data-rank="{HUNG}"]').count() == 1
+            assert shown.locator("#mesh .drilled .cell").count() == 8

@@ -69,16 +69,20 @@ class LiveRun:
     def _refresh(self) -> None:
         parts = (self._ranks.read(), self._events.read(), self._records.read())
         # By identity: what was not read again is the same object.
-        if len(self._parts) != len(parts) or any(a is not b for a, b in zip(self._parts, parts, strict=True)):
+        is_new = len(self._parts) != len(parts) or any(
+            a is not b for a, b in zip(self._parts, parts, strict=True)
+        )
+        if is_new:
             self._parts = parts
             self._run = joined(str(self.run_dir), *parts)
             self._document = document_of(self._run)
         self._document["now"] = _now(self.run_dir, self._run, self._document["incidents"])
-        texts = {name: json.dumps(part) for name, part in self._document.items()}
+        # The document of a large job takes long to write; most often only this part has changed.
+        texts = {name: json.dumps(self._document[name]) for name in (self._document if is_new else ["now"])}
         if changed := [name for name, text in texts.items() if self._texts.get(name) != text]:
             self._version += 1
             self._changed |= dict.fromkeys(changed, self._version)
-            self._texts = texts
+            self._texts |= texts
 
 
 class _Part:

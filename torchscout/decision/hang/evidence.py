@@ -128,12 +128,11 @@ class Members:
         rows = np.flatnonzero(table.row_line != NOTHING)
         rows = rows[ordered(table.row_line[rows])]  # by line and, because they were by rank, by rank
         keys, wanted = _pairs(table.row_line[rows], table.row_rank[rows]), _pairs(line, members.values)
-        if np.array_equal(keys, wanted):
-            found = rows  # all members have answered, and are listed in ascending order
-        else:
-            rows, keys = np.append(rows, NOTHING), np.append(keys, np.iinfo(np.int64).max)
-            at = np.searchsorted(keys, wanted)
-            found = np.where(keys[at] == wanted, rows[at], NOTHING)
+        if np.array_equal(keys, wanted):  # all members have answered, and are listed in ascending order
+            return cls(members.values, line, members.starts, table.issued[rows], table.entered[rows])
+        rows, keys = np.append(rows, NOTHING), np.append(keys, np.iinfo(np.int64).max)
+        at = np.searchsorted(keys, wanted)
+        found = np.where(keys[at] == wanted, rows[at], NOTHING)
         # The last entry stands for a member without a row.
         issued, entered = np.append(table.issued, 0)[found], np.append(table.entered, NOTHING)[found]
         return cls(members.values, line, members.starts, issued, entered)

@@ -214,6 +214,9 @@ def stall(
     """Describe operations that all members have entered, except for absent ones; the first in full."""
     members = len(evidence.lines[stalled[0].line].members)
     since = f" for {seconds:.1f} s" if seconds else ""  # 0 where it is not known
+    rest = len(stalled) - 1
+    counted = "1 more operation has" if rest == 1 else f"{rest} more operations have"
+    more = f"{counted} stalled in the same way" if rest else ""
     who, cause = (
         f"all {members} members",
         "no rank is behind: the runtime, a device or the transport has stalled",
@@ -228,7 +231,7 @@ def stall(
         )
     return sentences(
         f"{who} entered {_operation(evidence, stalled[0])}, which has not returned{since}",
-        f"{len(stalled) - 1} more operations have stalled in the same way" if len(stalled) > 1 else "",
+        more,
         cause,
     )
 

@@ -208,7 +208,7 @@ def _shown(reports: Reports, incident: Incident) -> list[EvidenceRecord]:
     with_stack = [rank for rank, stack in sorted(reports.stacks.items()) if stack.text and rank not in proved]
     shown = [rank for rank in with_stack if rank in suspects][:_SUSPECTS]
     shown += [rank for rank in with_stack if rank not in suspects][:_VICTIMS]
-    others = (rank for rank in sorted(reports.posts) if rank not in suspects)
+    others = (rank for post in reports.in_order if (rank := post.header.rank) not in suspects)
     ordered = [*sorted(suspects), *islice(others, _SUSPECTS + _VICTIMS)][: _SUSPECTS + _VICTIMS]
     return [_stack(reports.status(rank), incident) for rank in shown] + [
         _record(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property
-from math import isnan
+from math import inf
 from typing import TYPE_CHECKING, NamedTuple
 
 from torchscout.decision.progress import Process, Progress, RankStatus
@@ -80,9 +80,10 @@ class Reports(Mapping[int, RankReport]):
     @cached_property
     def gone(self) -> dict[int, float]:
         """Rank -> how many seconds ago its trainer was seen to have ended early."""
-        ranks, seconds = self.headers["rank"].tolist(), self.headers["gone_seconds"].tolist()
-        found = zip(ranks, seconds, strict=True)
-        return {rank: since + self.ages.get(rank, 0.0) for rank, since in found if not isnan(since)}
+        # Not a number, which compares as not greater than anything, if it is not gone.
+        headers = self.headers[self.headers["gone_seconds"] >= -inf]
+        found = zip(headers["rank"].tolist(), headers["gone_seconds"].tolist(), strict=True)
+        return {rank: since + self.ages.get(rank, 0.0) for rank, since in found}
 
     @property
     def last_step(self) -> int:
