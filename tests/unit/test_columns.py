@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from tests.support.stuck_job import StuckJob, found, replicas
 from tests.unit.test_hangs_of_whole_jobs import SHAPES, job_with_programs
+from torchscout.decision.hang import evidence as evidence_module
 from torchscout.decision.hang.diagnosis import diagnose, explain
 from torchscout.decision.hang.evidence import HangEvidence, Members
-from torchscout.decision.hang.table import NOTHING, Rows, table_of
+from torchscout.decision.hang.table import NOTHING, Rows, ordered, table_of
 from torchscout.decision.hang.wait_graph import WaitGraph
 from torchscout.decision.progress import CommGroup, Phase, Process, RankStatus
 from torchscout.mesh import Mesh
@@ -93,6 +95,15 @@ def operation(evidence: HangEvidence, place: int) -> object:
 def test_posts_lead_to_the_same_incident_as_statuses(seed: int):
     job = some_job(seed)
     expected = diagnose(job.standings().values(), job.lines, job.mesh)
+    assert explain(posted_evidence(job)) == expected
+
+
+@pytest.mark.parametrize("chunk", [1, 3])
+@pytest.mark.parametrize("seed", range(20))
+def test_posts_are_read_alike_however_many_at_a_time(seed: int, chunk: int, monkeypatch: pytest.MonkeyPatch):
+    job = some_job(seed)
+    expected = diagnose(job.standings().values(), job.lines, job.mesh)
+    monkeypatch.setattr(round_columns, "_CHUNK", chunk)
     assert explain(posted_evidence(job)) == expected
 
 
@@ -290,3 +301,31 @@ def test_rows_keep_the_order_of_their_values():
     row_of = np.array([place % 3 for place in range(600)])
     rows = Rows.grouped(row_of, np.arange(600), count=4)
     assert [rows[row].tolist() for row in range(4)] == [*(list(range(row, 600, 3)) for row in range(3)), []]
+
+
+@pytest.mark.parametrize("most", [1, 1 << 16, 1 << 20, 1 << 32])
+def test_order_sorts_numbers_of_any_size_and_keeps_equal_ones_in_order(most: int):
+    values = np.random.default_rng(0).integers(0, most, 5000)
+    values[::7] = values[0]
+    assert ordered(values).tolist() == np.argsort(values, kind="stable").tolist()
+    assert ordered(values[:0]).tolist() == []
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_last_operation_that_a_device_has_reached_is_found_across_gaps(seed: int):
+    """Rows usually show the last operations of a line without a gap; a damaged post may have some."""
+    chance = random.Random(seed)
+    ages = [sorted(chance.sample(range(12), chance.randrange(1, 9)), reverse=True) for _ in range(50)]
+    starts = np.cumsum([0, *map(len, ages)])
+    behind = [chance.randrange(-1, 13) for _ in ages]
+    table = SimpleNamespace(
+        issued=np.full(len(ages), 20),
+        entered=20 - np.array(behind),
+        starts=starts,
+        age=np.array([age for row in ages for age in row]),
+    )
+    expected = []
+    for row, least in enumerate(behind):
+        reached = [place for place, age in enumerate(ages[row]) if age >= least]
+        expected.append(int(starts[row]) + reached[-1] if reached else NOTHING)
+    assert evidence_module._last_reached(table, np.arange(len(ages))).tolist() == expected
