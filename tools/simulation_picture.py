@@ -86,7 +86,7 @@ def _bar(x: int, y: int, counts: dict[str, int]) -> list[str]:
 def _key(y: int) -> list[str]:
     parts = []
     for place, outcome in enumerate(_OUTCOMES):
-        x = _LEFT + 130 * place
+        x = _LEFT + 92 * place
         parts.append(f'  <rect class="{outcome}" x="{x}" y="{y - 11}" width="14" height="14"/>')
         parts.append(f'  <text class="small" x="{x + 20}" y="{y}">{outcome}</text>')
     return parts
