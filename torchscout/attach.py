@@ -277,6 +277,7 @@ def _monitor(
         base.boundary.failed(error, is_shared=True)
         return None
     undo.callback(monitor.close)
+    recovery.tell_observer = monitor.writer.restarting
     layers, stages = base.adapter.layers(), [*stages_of(base.adapter.model)]
     monitor.publisher.watch_layers(layers)
     undo.callback(

@@ -60,6 +60,8 @@ class Recovery:
     """Whether an exception ends this process: its observer decides in its place."""
     entry: RankEntry | None = None
     """This rank's entry in the run directory."""
+    tell_observer: Callable[[], object] = lambda: None
+    """Called right before this process leaves."""
 
     @classmethod
     def agree(
@@ -185,6 +187,7 @@ class Recovery:
         if decision.action is Action.STOP and problems:
             return  # without the plan, the launcher would restart the job
         self._record_end(decision)
+        self.tell_observer()
         sys.stdout.flush()
         sys.stderr.flush()
         self.exit(EXIT_STATUS)
