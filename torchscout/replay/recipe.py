@@ -196,8 +196,6 @@ class Recipe:
     """Whether sizes change from call to call: a new size is then not treated as a first, cold run."""
     is_swept: bool = False
     """Whether it can be replayed without a training step; identical on every rank."""
-    swept_together: int = 1
-    """How many targets a sweep replays at the same time. More take fewer exchanges, and more memory."""
     is_required: bool = True
     """Whether a check without it is incomplete. Transfers of scratch data prove nothing about state."""
 

@@ -33,13 +33,11 @@ def sweep(replayer: Replayer, recipes: Sequence[Recipe], job: Peers, step: int) 
     for recipe, count in zip(swept, counts, strict=True):
         calls = _saved_calls(replayer, recipe, count)
         mixed = _from_several_sources(recipe, calls, job)
-        for first in range(0, count, recipe.swept_together):
-            places = range(first, min(first + recipe.swept_together, count))
-            together = [_begin(replayer, recipe, place, calls[place]) for place in places]
-            for place, active in zip(places, together, strict=True):
-                if place in mixed:
-                    active.problem = "peer groups have saved its call from different sources"
-            replayer.check_now(together, step, findings)
+        for place, found in enumerate(calls):
+            active = _begin(replayer, recipe, place, found)
+            if place in mixed:
+                active.problem = "peer groups have saved its call from different sources"
+            replayer.check_one(active, step, findings)
     return findings
 
 

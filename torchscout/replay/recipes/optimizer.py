@@ -67,7 +67,6 @@ class OptimizerRecipe(Recipe):
     """Updates of the given parameters, except for those that no optimizer updates."""
 
     is_swept = True
-    swept_together = 8  # slices are small
 
     def __init__(
         self,
