@@ -19,6 +19,7 @@ import zmq
 from torchscout.checkpoint.replication import messages as wire
 from torchscout.checkpoint.replication.receiver import ReplicaReceiver
 from torchscout.checkpoint.replication.sender import ReplicaSender
+from torchscout.checkpoint.storage import shards
 from torchscout.checkpoint.storage.shard_format import ShardIdentity
 from torchscout.checkpoint.totals import Totals
 from torchscout.checkpoint.trust.generation import Generation
@@ -48,6 +49,7 @@ class ReplicationEngine:
         self._reported: set[str] = set()
         self._known: frozenset[Generation] = frozenset()
         aes_gcm.load()
+        shards.clean(memory)  # what a killed process has left, so that the memory budget holds
         with ExitStack() as undo:
             self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
             undo.callback(self._context.destroy, linger=0)

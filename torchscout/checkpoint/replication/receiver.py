@@ -19,9 +19,10 @@ import zmq
 from torchscout.checkpoint.replication import messages as wire
 from torchscout.checkpoint.replication.streams import IncomingStream, Secret
 from torchscout.checkpoint.storage import shards
+from torchscout.checkpoint.storage.incoming import IncomingShard
 from torchscout.checkpoint.storage.shard_files import shard_files
 from torchscout.checkpoint.storage.shard_format import ShardIdentity
-from torchscout.checkpoint.storage.shards import IncomingShard
+from torchscout.checkpoint.storage.spare_file import SpareFile
 from torchscout.checkpoint.trust.generation import Generation, is_number
 from torchscout.errors import CheckpointError, ScoutError
 
@@ -65,6 +66,8 @@ class ReplicaReceiver:
         self._admitted: deque[tuple[_Arrival, sockets.socket]] = deque()
         self._ending: list[_Arrival] = []
         """Given up, while their streams may still use the shard."""
+        self._spares: dict[int, SpareFile] = {}
+        """By owner."""
 
     @property
     def arriving(self) -> frozenset[ShardIdentity]:
@@ -96,6 +99,8 @@ class ReplicaReceiver:
             if arrival.stream is not None:
                 arrival.stream.join(1.0)
         self._clear()
+        for spare in self._spares.values():
+            spare.discard()
         self.socket.close()
 
     def _begin_streams(self) -> None:
@@ -150,6 +155,7 @@ class ReplicaReceiver:
             self._answer(sender, "holding", generations=wire.plain(held))
         elif kind == "retire":
             generations = wire.generations_of(message)
+            self._keep_spare(owner, generations)
             remove(self._memory, generations, f"rank-{owner}-of-*.held-by-{self._rank}.shard")
             self._answer(sender, "retired", generations=wire.plain(generations))
 
@@ -163,10 +169,20 @@ class ReplicaReceiver:
             raise ValueError(f"rank {self._rank} does not hold copies for rank {owner}")
         if not isinstance(size, int) or not is_number(size, 1):
             raise ValueError(f"not the size of a shard: {size!r:.40}")
-        shard = IncomingShard(self._memory, identity, self._rank, size)
+        shard = IncomingShard(self._memory, identity, self._rank, size, self._spares.pop(owner, None))
         arrival = _Arrival(transfer, shard, Secret.new(), now)
         self._arrivals[sender] = self._tickets[arrival.secret.ticket] = arrival
         self._answer(sender, "ready", transfer=transfer, secret=arrival.secret.to_json())
+
+    def _keep_spare(self, owner: int, retired: frozenset[Generation]) -> None:
+        """Keep the file of one of these for the next copy: the budget has room for one that arrives."""
+        if owner in self._spares or any(each.rank == owner for each in self.arriving):
+            return
+        for each in shard_files(self._memory):
+            if (each.rank, each.holder) == (owner, self._rank) and each.generation in retired:
+                with suppress(OSError):  # somebody reads it, or it is gone
+                    self._spares[owner] = SpareFile(each.path, self._memory)
+                    return
 
     def _refuse(self, received: wire.ReceivedMessage, error: Exception) -> None:
         sender, transfer = received.sender, received.message.get("transfer")
