@@ -178,7 +178,7 @@ class ReplicaReceiver:
         """Keep the file of one of these for the next copy: the budget has room for one that arrives."""
         if owner in self._spares or any(each.rank == owner for each in self.arriving):
             return
-        for each in shard_files(self._memory):
+        for each in shard_files(self._memory) if self._memory.is_dir() else ():
             if (each.rank, each.holder) == (owner, self._rank) and each.generation in retired:
                 with suppress(OSError):  # somebody reads it, or it is gone
                     self._spares[owner] = SpareFile(each.path, self._memory)
