@@ -35,7 +35,7 @@ from torchscout.utils.aes_gcm import KEY_BYTES, TAG_BYTES, AesGcm
 from torchscout.utils.ahead import ahead
 from torchscout.utils.listener import MAGIC, TICKET_BYTES, Address
 
-__all__ = ["PIECE", "IncomingStream", "OutgoingStream", "Secret", "Stream"]
+__all__ = ["PIECE", "IncomingStream", "OutgoingStream", "Secret", "Stream", "mapped_part"]
 
 _CONNECT_SECONDS = 10.0
 PIECE = 1 << 20
@@ -163,7 +163,7 @@ class OutgoingStream(Stream):
         rooms = cycle([memoryview(bytearray(PIECE + TAG_BYTES)) for _ in range(_AHEAD + 2)])
         for (number, size), room in zip(self._pieces(self._size), rooms, strict=False):
             sealed = room[: size + TAG_BYTES]
-            with _mapped(self._file, number * PIECE, size) as plain:
+            with mapped_part(self._file, number * PIECE, size) as plain:
                 cipher.encrypt(number, plain, sealed)
             yield sealed
 
@@ -210,7 +210,7 @@ def _lower_priority() -> None:
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
 
 
-def _mapped(file: int, offset: int, size: int) -> mmap.mmap:
+def mapped_part(file: int, offset: int, size: int) -> mmap.mmap:
     """Part of a file in memory; to read it into a buffer would take longer.
 
     The mapping is private, and writable because ``ctypes`` asks for that.
