@@ -18,24 +18,24 @@ def counted(seen: list[int], most: int = 100) -> Iterator[int]:
 
 
 def alive() -> int:
-    return sum(each.name == "torchscout-ahead" for each in threading.enumerate())
+    return sum(each.name.startswith("torchscout-ahead") for each in threading.enumerate())
 
 
-@pytest.mark.parametrize("most", [0, 1, 3])
+@pytest.mark.parametrize("most", [1, 3])
 def test_all_come_in_order(most: int):
     assert [*ahead(counted([]), most)] == [*range(100)]
     assert not alive()
 
 
-@pytest.mark.parametrize("most", [0, 1, 3])
+@pytest.mark.parametrize("most", [1, 3])
 def test_no_more_than_so_many_are_in_use(most: int):
     seen: list[int] = []
     items = ahead(counted(seen), most)
     for number in range(10):
         assert next(items) == number
-        until(lambda number=number: len(seen) == number + most + 2, "the thread is ahead")
+        until(lambda number=number: len(seen) == number + 1 + most, "the thread is ahead")
     items.close()
-    assert len(seen) <= 10 + most + 2
+    assert len(seen) == 10 + most
     assert not alive()
 
 

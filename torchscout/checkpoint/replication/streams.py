@@ -40,8 +40,8 @@ __all__ = ["PIECE", "IncomingStream", "OutgoingStream", "Secret", "Stream", "map
 _CONNECT_SECONDS = 10.0
 PIECE = 1 << 20
 """Bytes that are encrypted at once. They fit into a core's cache."""
-_AHEAD = 1
-"""Pieces that wait between two stages: encrypt and send, or receive and decrypt, each on a thread."""
+_AHEAD = 2
+"""Pieces that are encrypted while one is sent, or received while one is decrypted."""
 _NICENESS = 15
 """A thread gets about a thirtieth of a core where training keeps all cores busy: a copy still ends."""
 _POPULATE_READ = 22
@@ -160,7 +160,7 @@ class OutgoingStream(Stream):
         """The encrypted pieces, each with its tag."""
         _lower_priority()
         cipher = AesGcm(self._secret.key, encrypts=True)
-        rooms = cycle([memoryview(bytearray(PIECE + TAG_BYTES)) for _ in range(_AHEAD + 2)])
+        rooms = cycle([memoryview(bytearray(PIECE + TAG_BYTES)) for _ in range(_AHEAD + 1)])
         for (number, size), room in zip(self._pieces(self._size), rooms, strict=False):
             sealed = room[: size + TAG_BYTES]
             with mapped_part(self._file, number * PIECE, size) as plain:
