@@ -56,7 +56,8 @@ def test_a_copy_that_slows_steps_is_limited_and_still_arrives(tmp_path: Path):
         wire.close()
 
 
-def test_the_file_of_a_retired_copy_is_used_for_the_next(tmp_path: Path):
+@pytest.mark.parametrize("retires", [0, 1], ids=["owner", "holder"])
+def test_the_file_of_a_retired_copy_is_used_for_the_next(tmp_path: Path, retires: int):
     with ranks(tmp_path, TOKEN, "ab", patience=30.0) as (owner, holder):
         copies = [path_of(holder.memory, identity(0, step), holder=1) for step in range(4)]
         numbers = []
@@ -67,7 +68,7 @@ def test_the_file_of_a_retired_copy_is_used_for_the_next(tmp_path: Path):
             assert copies[step].read_bytes() == path.read_bytes()
             numbers.append(copies[step].stat().st_ino)
             if step == 2:
-                owner.ask("retire", [[1, 0]])
+                (owner, holder)[retires].ask("retire", [[1, 0]])
                 until(lambda: [*holder.memory.glob(".spare.*")], "its file is kept")
                 assert not copies[1].exists()
         assert numbers[2] == numbers[0]

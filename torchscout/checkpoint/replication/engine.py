@@ -114,7 +114,8 @@ class ReplicationEngine:
             self._outbox.put(path, over)
 
     def retire(self, generations: frozenset[Generation]) -> None:
-        """Have the holder delete its copies of these generations."""
+        """Delete the copies of these generations that are kept here, and have the holder delete its own."""
+        self._inbox.retire(generations)
         if self._outbox is not None:
             self._outbox.retire(generations)
 

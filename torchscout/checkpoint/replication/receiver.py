@@ -91,6 +91,22 @@ class ReplicaReceiver:
             self._watch(sender, arrival, now)
         self._clear()
 
+    def retire(self, generations: frozenset[Generation], owner: int | None = None) -> None:
+        """Delete copies of these generations, of one rank or of all.
+
+        One file for each rank is kept for its next copy: the budget has room for one that arrives.
+        """
+        found = shard_files(self._memory) if self._memory.is_dir() else []
+        for each in found:
+            if each.generation not in generations or each.holder != self._rank or not each.is_replica:
+                continue
+            if owner not in (None, each.rank):
+                continue
+            if each.rank not in self._spares and all(other.rank != each.rank for other in self.arriving):
+                with suppress(OSError):  # somebody reads it, or it is gone
+                    self._spares[each.rank] = SpareFile(each.path, self._memory)
+            remove(self._memory, [each.generation], each.path.name)
+
     def close(self) -> None:
         for sender in list(self._arrivals):
             self._drop(sender)
@@ -155,8 +171,7 @@ class ReplicaReceiver:
             self._answer(sender, "holding", generations=wire.plain(held))
         elif kind == "retire":
             generations = wire.generations_of(message)
-            self._keep_spare(owner, generations)
-            remove(self._memory, generations, f"rank-{owner}-of-*.held-by-{self._rank}.shard")
+            self.retire(generations, owner)
             self._answer(sender, "retired", generations=wire.plain(generations))
 
     def _offered(self, sender: bytes, owner: int, message: dict[str, Any], now: float) -> None:
@@ -173,16 +188,6 @@ class ReplicaReceiver:
         arrival = _Arrival(transfer, shard, Secret.new(), now)
         self._arrivals[sender] = self._tickets[arrival.secret.ticket] = arrival
         self._answer(sender, "ready", transfer=transfer, secret=arrival.secret.to_json())
-
-    def _keep_spare(self, owner: int, retired: frozenset[Generation]) -> None:
-        """Keep the file of one of these for the next copy: the budget has room for one that arrives."""
-        if owner in self._spares or any(each.rank == owner for each in self.arriving):
-            return
-        for each in shard_files(self._memory) if self._memory.is_dir() else ():
-            if (each.rank, each.holder) == (owner, self._rank) and each.generation in retired:
-                with suppress(OSError):  # somebody reads it, or it is gone
-                    self._spares[owner] = SpareFile(each.path, self._memory)
-                    return
 
     def _refuse(self, received: wire.ReceivedMessage, error: Exception) -> None:
         sender, transfer = received.sender, received.message.get("transfer")
