@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import logging
 import os
+import tempfile
 from collections.abc import Iterator
 from typing import Any
 
@@ -81,7 +82,7 @@ def huggingface_trainer(job: Job) -> None:
             job.end(state.global_step)
 
     settings = TrainingArguments(
-        output_dir="unused",
+        output_dir=tempfile.gettempdir(),
         max_steps=job.last_step,
         per_device_train_batch_size=4,
         save_strategy="no",

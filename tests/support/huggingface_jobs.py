@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import tempfile
 import time
 import warnings
 from collections.abc import Iterator
@@ -130,7 +131,7 @@ def _trainer(trial: Trial, run_dir: Path | None, model: Any, optimizer: torch.op
         model,
         TrainingArguments(
             **{
-                "output_dir": str(trial.folder or run_dir or "unused"),
+                "output_dir": str(trial.folder or run_dir or tempfile.gettempdir()),
                 "max_steps": trial.steps,
                 "per_device_train_batch_size": 2,
                 "gradient_accumulation_steps": 2,

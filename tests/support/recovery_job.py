@@ -1,8 +1,9 @@
 """A script for torchrun: trains a small model, resumes, and suffers a fault once.
 
-Arguments: a folder; the fault: ``none``, ``stopped``, ``asleep``, ``raises``, ``corrupt``, ``lost``, ``two``,
-``split``, ``again``, ``resuming``, ``two_lost``, ``lost_again`` or ``always_corrupt``; what SCOUT may do,
-separated by commas; and ``apart`` if each machine has a disk and a memory of its own.
+Arguments: a folder; the fault: ``none``, ``stopped``, ``asleep``, ``stuck``, ``raises``, ``corrupt``,
+``lost``, ``two``, ``split``, ``again``, ``resuming``, ``two_lost``, ``lost_again`` or ``always_corrupt``;
+what SCOUT may do, separated by commas; ``apart`` if each machine has a disk and a memory of its own;
+``cuda`` for training on a device, over NCCL.
 """
 
 from __future__ import annotations
@@ -42,6 +43,8 @@ def suffer(fault: str, model: nn.Module) -> None:
         os.kill(os.getpid(), signal.SIGSTOP)
     elif fault == "asleep":
         time.sleep(600)
+    elif fault == "stuck":  # a kernel that does not end; the main thread then waits for it
+        torch.cuda._sleep(1 << 62)
     elif fault == "raises":
         raise RuntimeError("this rank fails")
     elif fault in ("corrupt", "always_corrupt", "split"):
@@ -107,11 +110,12 @@ def main() -> None:
     if "apart" in sys.argv[4:]:
         directory = folder / f"disk-{host_name()}"
         os.environ["TORCHSCOUT_MEMORY"] = str(folder / f"memory-{host_name()}")
-    dist.init_process_group("gloo")
+    device = torch.device("cuda" if "cuda" in sys.argv[4:] else "cpu")
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     rank, life = dist.get_rank(), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     torch.manual_seed(0)
     # Gradients are summed by parameter: DDP sums them in another order after each start.
-    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(3)))
+    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(3))).to(device)
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(lambda each: dist.all_reduce(each.grad))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -133,10 +137,12 @@ def main() -> None:
         suffer(fault_of(fault, rank, step, folder, has_resumed=resumed.step > 0), model)
         optimizer.zero_grad()
         torch.manual_seed(1000 * step + rank)
-        model(torch.randn(4, 16)).square().mean().backward()
+        loss = model(torch.randn(4, 16).to(device)).square().mean()
+        loss.backward()
         optimizer.step()
+        loss.item()  # on a device, the main thread waits here
         time.sleep(0.1)  # what an incident leads to happens within a few steps
-    bits = hashlib.sha256(b"".join(each.detach().numpy().tobytes() for each in model.parameters()))
+    bits = hashlib.sha256(b"".join(each.detach().cpu().numpy().tobytes() for each in model.parameters()))
     answer = {"bits": bits.hexdigest(), "resumed": resumed.step, "reason": resumed.reason, "life": life}
     answer |= {"source": resumed.source, "host": host_name()}
     (folder / f"rank-{rank}.json").write_text(json.dumps(answer))

@@ -17,6 +17,7 @@ from torchscout.decision.hang.wait_graph import WaitGraph
 from torchscout.decision.progress import CommGroup, Phase, Process, RankStatus
 from torchscout.mesh import Mesh
 from torchscout.observer.rounds import columns as round_columns
+from torchscout.observer.rounds.post import Post
 from torchscout.observer.rounds.rank_report import RankReport
 from torchscout.observer.rounds.reports import Reports
 
@@ -93,6 +94,26 @@ def test_posts_lead_to_the_same_incident_as_statuses(seed: int):
     job = some_job(seed)
     expected = diagnose(job.standings().values(), job.lines, job.mesh)
     assert explain(posted_evidence(job)) == expected
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_post_that_calls_its_lines_by_other_names_is_diagnosed(seed: int):
+    """The strings of one post are damaged, and its hashes are not."""
+    job, chance = some_job(seed), random.Random(seed)
+    reports = {rank: RankReport(each, tuple(job.lines.values())) for rank, each in job.standings().items()}
+    posts = dict(Reports.of(reports).posts)
+    damaged = chance.choice([rank for rank in sorted(posts) if posts[rank].header.strings])
+    data, begin = bytearray(posts[damaged].data), posts[damaged].starts[4]
+    for place in range(begin, begin + posts[damaged].header.strings, 3):
+        data[place] ^= 1
+    posts[damaged] = Post(bytes(data), len(job.mesh))
+    evidence = HangEvidence(round_columns.table_of(Reports(posts)), job.mesh)
+    incident = explain(evidence)
+    assert incident is None or all(rank in range(len(job.mesh)) for rank in incident.ranks)
+    places = np.flatnonzero(
+        evidence.table.row_line[evidence.table.row_of(np.arange(evidence.table.starts[-1]))] >= 0
+    )
+    assert all(evidence.table.issued_op(place).line in evidence.lines for place in places.tolist())
 
 
 def test_ranks_that_published_nothing_or_did_not_answer_have_no_values():

@@ -9,7 +9,7 @@ statuses of ranks; hubs make it from the posts of observers.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -119,6 +119,7 @@ class RoundTable:
     """Whether CUDA graphs have captured operations of the rank."""
 
     row_rank: Ints
+    """Ascending."""
     row_line: Ints
     """``NOTHING`` for a line that is not known."""
     issued: Ints
@@ -157,7 +158,11 @@ class RoundTable:
         number = int(self.issued[row]) - int(self.age[operation])
         progress = self.statuses[int(self.row_rank[row])].progress
         assert progress is not None
-        return next(each for each in reversed(progress.recent) if (each.line, each.number) == (key, number))
+        # Found by its place: a damaged report may call the line by another key than other members do.
+        rows = [np.searchsorted(self.row_rank, self.row_rank[row], side) for side in ("left", "right")]
+        begin, end = self.starts[rows].tolist()
+        place: int = np.argsort(self.order[begin:end], kind="stable").tolist().index(operation - begin)
+        return replace(progress.recent[place], line=key, number=number)
 
 
 class _Row(NamedTuple):

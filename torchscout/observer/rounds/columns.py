@@ -158,6 +158,7 @@ class _PostedLines(Lines):
         """``declarations``: the post and the row of each line."""
         self._posts, self._hashes, self._declarations = posts, hashes, declarations
         self._read: dict[int, CommGroup] = {}
+        self._index: dict[str, int] = {}
         self.members = members
 
     def at(self, index: int) -> CommGroup:
@@ -166,12 +167,15 @@ class _PostedLines(Lines):
             key, name, flags = self._posts[post].line(row)
             members = tuple(self.members[index].tolist())
             self._read[index] = CommGroup(key, members, name, bool(flags & PAIR))
+            self._index[key] = index
         return self._read[index]
 
     def index(self, key: str) -> int:
         wanted = np.uint64(hash_of(key))
         place = int(np.searchsorted(self._hashes, wanted))
-        return place if place < len(self._hashes) and self._hashes[place] == wanted else NOTHING
+        if place < len(self._hashes) and self._hashes[place] == wanted:
+            return place
+        return self._index.get(key, NOTHING)  # a damaged post: its hash is not that of its key
 
 
 class _Statuses(Mapping[int, RankStatus]):
