@@ -12,7 +12,8 @@ thread, as one of several ranks of a machine would.
 
 ``bandwidth`` is a capture's way from the device to the host, against a plain copy to pinned memory; only with
 CUDA. ``replicate`` copies a snapshot into another process' memory, encrypted and verified, against the same
-bytes over plain TCP, and measures training's steps meanwhile. ``restore`` finds, verifies and puts back a
+bytes over plain TCP, and measures training's steps meanwhile; ``stages`` is what each stage of that costs a
+core. ``restore`` finds, verifies and puts back a
 rank's state, from memory and from disk, against ``torch.load`` and ``torch.distributed.checkpoint.load``.
 
 Every ratio is taken within one run.
@@ -30,6 +31,7 @@ from checkpoint_parts.capture import capture
 from checkpoint_parts.job import CUDA, Figures
 from checkpoint_parts.replicate import replicate
 from checkpoint_parts.restore import restore
+from checkpoint_parts.stages import stages
 from reporting import environment, heading, parser_of, publish
 
 
@@ -61,7 +63,7 @@ def _cell(key: str, value: Any) -> str:
 
 
 PARTS: dict[str, Callable[[int], Figures]] = {
-    each.__name__: each for each in (capture, bandwidth, replicate, restore)
+    each.__name__: each for each in (capture, bandwidth, replicate, stages, restore)
 }
 
 if __name__ == "__main__":

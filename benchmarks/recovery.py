@@ -6,10 +6,13 @@ Four torchrun agents, each with another name of a machine, run two Gloo ranks ea
 rank 3 is killed (``crash``), sleeps (``hang``) or has a wrong weight (``sdc``); SCOUT may act.
 The time is divided into ``detect``, until the incident is written; ``decide``, until the decision is;
 ``stop``, until the last of the old workers is gone; ``rendezvous``, until all new workers have imported torch
-and joined the process group; ``attach``, until SCOUT is attached; ``restore``, until a checkpoint is loaded;
-and ``step``, until the first step has finished. ``scout`` is the sum of what SCOUT does: detect, decide,
-attach and restore. A crash is noticed by torchrun and by SCOUT at the same time: where torchrun is first,
-nothing is decided, and ``stop`` counts from the fault.
+and joined the process group; ``model``, until they have made model and optimizer (PyTorch imports its
+compiler for the first optimizer); ``attach``, until torchscout is imported and attached; ``restore``, until a
+checkpoint is loaded; and ``step``, until the first step has finished. ``scout`` is the sum of what SCOUT
+does: detect, decide, attach and restore. ``cpu`` is the processor time of a new worker in each part, the
+median of all workers, with that of the processes that torchscout has started for it. A crash is noticed by
+torchrun and by SCOUT at the same time: where torchrun is first, nothing is decided, and ``stop`` counts from
+the fault.
 """
 
 from __future__ import annotations
@@ -18,10 +21,12 @@ import argparse
 import os
 import signal
 import socket
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,21 +35,11 @@ import torch.distributed as dist
 from reporting import environment, parser_of, publish
 from torch import nn
 
-from torchscout import (
-    CheckpointConfig,
-    ObserverConfig,
-    Parallelism,
-    RecoveryConfig,
-    ReplayConfig,
-    enable_resiliency,
-)
-from torchscout.decision.records import recorder
-from torchscout.decision.records.record import Decision, Incident
-from torchscout.decision.records.recorder import Stamped
-
 AGENTS, RANKS_EACH = 4, 2
 RANKS = AGENTS * RANKS_EACH
 STEPS, FAULTY_STEP, CULPRIT = 20, 13, 3
+PARTS = ("rendezvous", "model", "attach", "restore", "step")
+"""Of a new worker, in this order."""
 FAULTS = ("crash", "hang", "sdc")
 SECONDS = 240.0
 
@@ -64,21 +59,26 @@ def main() -> None:
         "load": load,
         "ranks": RANKS,
         "agents": AGENTS,
-        "seconds": {fault: measured(fault) for fault in arguments.fault or FAULTS},
+        "seconds": {},
+        "cpu": {},
     }
+    for fault in arguments.fault or FAULTS:
+        report["seconds"][fault], report["cpu"][fault] = measured(fault)
     publish(report, table, arguments)
 
 
 def table(report: dict[str, Any]) -> str:
     lines = [f"{report['ranks']} ranks, {report['cores']} cores, load {report['load']:.1f}"]
     for fault, seconds in report["seconds"].items():
-        parts = ", ".join(f"{name} {value:.2f}" for name, value in seconds.items())
-        lines.append(f"{fault:6} {parts} s")
+        for title, values in ((fault, seconds), ("  cpu", report["cpu"][fault])):
+            parts = ", ".join(f"{name} {value:.2f}" for name, value in values.items())
+            lines.append(f"{title:6} {parts} s")
     return "\n".join(lines)
 
 
-def measured(fault: str) -> dict[str, float]:
-    """Run the job to its end, and return the parts of the time from the fault to the first new step."""
+def measured(fault: str) -> tuple[dict[str, float], dict[str, float]]:
+    """Run the job to its end, and return the parts of the time from the fault to the first new step, and the
+    processor time of a worker in them."""
     with tempfile.TemporaryDirectory(prefix="scout-recovery-") as name:
         folder = Path(name)
         agents = [start_agent(folder, fault, number) for number in range(AGENTS)]
@@ -89,7 +89,7 @@ def measured(fault: str) -> dict[str, float]:
                 agent.terminate()  # an agent that is killed leaves its workers behind
             for agent in agents:
                 agent.wait()
-        return parts_of(folder, stopped)
+        return parts_of(folder, stopped), cpu_of(folder)
 
 
 def start_agent(folder: Path, fault: str, number: int) -> subprocess.Popen[bytes]:
@@ -147,13 +147,16 @@ def watch(folder: Path, agents: list[subprocess.Popen[bytes]]) -> float:
 
 
 def parts_of(folder: Path, stopped: float) -> dict[str, float]:
+    from torchscout.decision.records import recorder  # workers import torchscout when they attach
+    from torchscout.decision.records.record import Decision, Incident
+    from torchscout.decision.records.recorder import Stamped
+
     fault = float((folder / "fault").read_text())
     path = folder / "run" / "incidents.jsonl"
     lines = [line for line in recorder.read(path) if isinstance(line, Stamped)] if path.exists() else []
     found = {type(line.item): line.time for line in reversed(lines)}  # the first one of each
     points = [("fault", fault), ("detect", found.get(Incident)), ("decide", found.get(Decision))]
-    points += [("stop", stopped), *((name, last(folder, name)) for name in ("rendezvous", "attach"))]
-    points += [("restore", last(folder, "restore")), ("step", last(folder, "step"))]
+    points += [("stop", stopped), *((name, max(marks(folder, name, 0))) for name in PARTS)]
     parts, before = {}, fault
     for name, at in points[1:]:
         if at is not None and at >= before:
@@ -162,9 +165,28 @@ def parts_of(folder: Path, stopped: float) -> dict[str, float]:
     return parts | {"scout": scout, "whole": before - fault}
 
 
-def last(folder: Path, name: str) -> float:
-    """When the last rank of the second start was there."""
-    return max(float(path.read_text()) for path in folder.glob(f"{name}-*"))
+def cpu_of(folder: Path) -> dict[str, float]:
+    used = {name: marks(folder, name, 1) for name in PARTS}
+    before = dict(zip(PARTS[1:], PARTS, strict=False))
+    return {
+        name: statistics.median(after - begin for after, begin in zip(used[name], used[first], strict=True))
+        for name, first in before.items()
+    }
+
+
+def marks(folder: Path, name: str, column: int) -> list[float]:
+    """When each rank of the second start was there, or with ``column`` 1, what it had used until then."""
+    return [float((folder / f"{name}-{rank}").read_text().split()[column]) for rank in range(RANKS)]
+
+
+def cpu_seconds() -> float:
+    """The processor time of this process and of those that it has started."""
+    ticks = 0
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            fields = stat.read_text().rpartition(")")[2].split()
+            ticks += int(fields[1]) == os.getpid() and int(fields[11]) + int(fields[12])
+    return time.process_time() + ticks / os.sysconf("SC_CLK_TCK")
 
 
 def train(folder: Path, fault: str) -> None:
@@ -175,7 +197,8 @@ def train(folder: Path, fault: str) -> None:
 
     def mark(name: str) -> None:
         if life == 1:
-            (folder / f"{name}-{rank}").write_text(repr(time.time()))
+            now = time.time()
+            (folder / f"{name}-{rank}").write_text(f"{now} {cpu_seconds()}")
 
     mark("rendezvous")
     torch.manual_seed(0)
@@ -183,6 +206,16 @@ def train(folder: Path, fault: str) -> None:
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(lambda each: dist.all_reduce(each.grad))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    mark("model")
+    from torchscout import (
+        CheckpointConfig,
+        ObserverConfig,
+        Parallelism,
+        RecoveryConfig,
+        ReplayConfig,
+        enable_resiliency,
+    )
+
     session = enable_resiliency(
         model,
         optimizer,

@@ -141,9 +141,9 @@ def enable_resiliency(  # noqa: PLR0913  a keyword for each subsystem
     return session
 
 
-def is_attached(model: torch.nn.Module) -> bool:
-    """Whether a session is attached to this model."""
-    return any(each in _attached for each in stages_of(model))
+def is_attached() -> bool:
+    """Whether a session of this process is attached to a model."""
+    return any(next(each.parameters(), None) is not None for each in _attached)
 
 
 def make_replaceable(session: Session) -> None:
@@ -184,7 +184,7 @@ def _adapter(model: Any, optimizer: Any, parallelism: Mesh | DeviceMesh | Parall
     if not dist.is_initialized():
         raise ValueError("call torch.distributed.init_process_group() before enable_resiliency()")
     adapter = adapter_for(model, optimizer, parallelism)
-    if is_attached(adapter.model):
+    if any(each in _attached for each in stages_of(adapter.model)):
         raise ValueError("torchscout is attached to this model already; close that session first")
     return adapter
 
@@ -277,6 +277,7 @@ def _monitor(
         base.boundary.failed(error, is_shared=True)
         return None
     undo.callback(monitor.close)
+    recovery.tell_observer = monitor.writer.restarting
     layers, stages = base.adapter.layers(), [*stages_of(base.adapter.model)]
     monitor.publisher.watch_layers(layers)
     undo.callback(

@@ -1,9 +1,10 @@
 """How fast a copy gets into another process' memory, and how much slower training is meanwhile.
 
-Both ends are on this machine. The yardstick is the same file over a plain TCP connection, neither encrypted
-nor verified, into the same file system; for training, steps beside two processes that only compute. The share
-of a core is that of the process that copies, at each end. ``aes_gb_s`` is what one core encrypts, and with it
-the bound of what an encrypted copy can reach.
+Both ends are on this machine. Copies beside training are paced by its steps, as in a job. The yardstick is
+the same file over a plain TCP connection, neither encrypted nor verified, into the same file system; for
+training, steps beside two processes that only compute. The share of a core is that of the process that
+copies, at each end. ``aes_gb_s`` is what one core encrypts, and with it the bound of what an encrypted copy
+can reach.
 """
 
 from __future__ import annotations
@@ -76,12 +77,13 @@ def _one_round(job: Job, snapshots: Snapshots, ends: Ends, number: int) -> dict[
             found["bytes"] = path.stat().st_size
             if name == "alone":
                 found["plain"] = _timed(lambda path=path: _sent_plainly(path, ends.plain))
-                found["steps"] = [_timed(lambda: _step(job)) for _ in range(STEPS)]
+                found["steps"] = [_paced_step(job, replicator) for _ in range(STEPS)]
                 with _busy(2):
                     found["steps beside others"] = [_timed(lambda: _step(job)) for _ in range(STEPS)]
             used, start = ends.cpu_seconds(), time.perf_counter()
             replicator.send(path)
-            steps = _until(lambda each=each: each.generation in replicator.held(), job, name != "alone")
+            trains = job if name != "alone" else None
+            steps = _until(lambda each=each: each.generation in replicator.held(), trains, replicator)
             found[name] = time.perf_counter() - start
             found[f"{name}, cpu"] = [b - a for a, b in zip(used, ends.cpu_seconds(), strict=True)]
             if steps:
@@ -91,19 +93,25 @@ def _one_round(job: Job, snapshots: Snapshots, ends: Ends, number: int) -> dict[
     return found
 
 
-def _until(is_held: Callable[[], bool], job: Job, trains: bool) -> list[float]:
+def _until(is_held: Callable[[], bool], job: Job | None, replicator: Any) -> list[float]:
     """Wait, or train; the times of the steps that ended before."""
     steps: list[float] = []
     deadline = time.monotonic() + SECONDS
     while not is_held():
         assert time.monotonic() < deadline, "the copy does not come"
-        if trains:
-            seconds = _timed(lambda: _step(job))
+        if job is not None:
+            seconds = _paced_step(job, replicator)
             if not is_held():
                 steps.append(seconds)
         else:
             time.sleep(0.001)
     return steps
+
+
+def _paced_step(job: Job, replicator: Any) -> float:
+    seconds = _timed(lambda: _step(job))
+    replicator.step_took(seconds)
+    return seconds
 
 
 def _step(job: Job) -> None:
@@ -200,7 +208,7 @@ def _encrypted_per_second() -> float:
         bytearray(size),
         bytearray(size + TAG_BYTES),
     )
-    return size / min(_timed(lambda: cipher.encrypt(0, plain, size, sealed)) for _ in range(200))
+    return size / min(_timed(lambda: cipher.encrypt(0, plain, sealed)) for _ in range(200))
 
 
 def _inflation(steps: list[float], bare: list[float]) -> dict[str, Any]:

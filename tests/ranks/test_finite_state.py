@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.support.ranks import run_ranks
 from torchscout import CheckpointConfig, ReplayConfig, enable_resiliency
+from torchscout.log import log
+from torchscout.replay.finite import FINITE
+from torchscout.report.document import document_of
+from torchscout.report.reading import read_run
 
 STEPS, BAD_STEP = 6, 4
 
@@ -31,7 +36,24 @@ class Masked(nn.Module):
         return self.inner(values) + torch.exp(self.mask) + torch.exp(-self.frozen)
 
 
-def train(rank: int, folder: Path, kind: str) -> tuple[dict[str, Any], list[Any]]:
+class Messages(logging.Handler):
+    """Keeps what torchscout logs."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.texts: list[str] = []
+        log.addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+def out_of_memory(*_: object) -> None:
+    raise torch.OutOfMemoryError("for the largest magnitude")
+
+
+def train(rank: int, folder: Path, kind: str) -> tuple[dict[str, Any], list[Any], list[str]]:
+    messages = Messages()
     torch.manual_seed(0)
     model = DistributedDataParallel(nn.Sequential(*(Masked() for _ in range(2))))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -52,24 +74,46 @@ def train(rank: int, folder: Path, kind: str) -> tuple[dict[str, Any], list[Any]
             if kind == "inf" and step == BAD_STEP:  # in a slot of the optimizer alone
                 slots = optimizer.state[model.module[0].inner.weight]
                 slots["exp_avg_sq"].view(-1)[0] = math.inf
+            if kind == "blind" and step == BAD_STEP and rank == 1:
+                torch.nn.utils.get_total_norm = out_of_memory
             optimizer.step()
         status = session.status()
         dist.barrier()
-        return status, session.incidents
+        return status, session.incidents, messages.texts
 
 
 @pytest.mark.parametrize("kind", ["nan", "inf"])
 def test_state_that_is_not_finite_on_all_replicas_is_not_certified(tmp_path: Path, kind: str):
-    for status, incidents in run_ranks(train, 2, tmp_path, kind):
+    answers = run_ranks(train, 2, tmp_path, kind)
+    for status, incidents, _ in answers:
         assert status["replay"]["certified"] == BAD_STEP - 1
         assert status["checkpoint"]["verified"] == BAD_STEP - 1
         assert "NaN or infinity in" in status["replay"]["held_up"]["state/finite"]
         assert status["failures"] == []
         assert incidents == [], "no rank is at fault"
+    said = [[each for each in texts if "NaN or infinity in" in each] for _, _, texts in answers]
+    assert [len(each) for each in said] == [1, 0], "once in the job"
+    assert f"rank 0, step {BAD_STEP}: NaN or infinity in" in said[0][0]
+    shown = [
+        each
+        for each in document_of(read_run(tmp_path / "run"))["not_checked"]
+        if each["surfaces"] == [FINITE]
+    ]
+    assert [(each["first"], each["last"], each["ranks"]) for each in shown] == [(BAD_STEP, STEPS, [[0, 1]])]
+
+
+def test_state_that_could_not_be_looked_at_is_not_certified(tmp_path: Path):
+    (status, _, _), (blind, _, texts) = run_ranks(train, 2, tmp_path, "blind")
+    for each in (status, blind):
+        assert each["replay"]["certified"] == each["checkpoint"]["verified"] == BAD_STEP - 1
+    assert "could not look for NaN" in blind["replay"]["held_up"][FINITE]
+    assert any("could not look for NaN" in each for each in texts)
+    assert any("for the largest magnitude" in each for each in blind["failures"])
 
 
 def test_a_clean_job_with_infinity_in_buffers_and_frozen_parameters_is_certified(tmp_path: Path):
-    for status, incidents in run_ranks(train, 2, tmp_path, "clean"):
+    for status, incidents, texts in run_ranks(train, 2, tmp_path, "clean"):
+        assert not [each for each in texts if "NaN" in each]
         assert status["replay"]["certified"] == STEPS
         assert status["replay"]["held_up"] == {}
         assert (status["failures"], incidents) == ([], [])

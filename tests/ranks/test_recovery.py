@@ -15,6 +15,7 @@ from tests.support.recovery_job import CULPRIT, FAULTY_STEP
 from torchscout.decision.records.record import Action, Decision
 from torchscout.decision.records.recorder import IncidentLog
 from torchscout.decision.recovery.restart_plan import RestartPlan
+from torchscout.observer.record.directory import read_end
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
@@ -85,6 +86,22 @@ def test_corruption_excludes_the_machine_and_the_verified_checkpoint_is_loaded(t
     assert all("verified checkpoint" in each["reason"] for each in answers(tmp_path))
     assert RestartPlan.read(tmp_path / "checkpoints").excluded == decision.hosts
     assert f"the job runs on excluded machines: {decision.hosts[0]}" in ended.stderr
+
+
+def test_ranks_that_fail_before_they_learn_of_the_decision_add_no_restart(tmp_path: Path, alone: str):
+    """One rank is busy with the incident when the others leave, and loses its connections to them."""
+    ended = run(tmp_path, "unheard", "restart,replace")
+    assert ended.returncode == 0, ended.stderr
+    end = read_end(tmp_path / "run-0", CULPRIT + 1)
+    assert end is not None
+    assert end.how == "failed", "it did not know"
+    (decision,) = decisions(tmp_path)
+    assert (decision.action, decision.ranks) == (Action.REPLACE, (CULPRIT,))
+    (incident,) = IncidentLog.read(tmp_path / "run-0").incidents
+    assert incident.ranks == (CULPRIT,)
+    assert len(RestartPlan.read(tmp_path / "checkpoints").restarts) == 1
+    assert {(each["bits"], each["life"]) for each in answers(tmp_path)} == {(alone, 1)}
+    assert all("verified checkpoint" in each["reason"] for each in answers(tmp_path))
 
 
 def test_an_exception_on_one_rank_is_restarted_by_torchrun_and_resumed(tmp_path: Path, alone: str):

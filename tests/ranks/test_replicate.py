@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from pathlib import Path
 
@@ -52,6 +53,45 @@ def test_a_copy_that_slows_steps_is_limited_and_still_arrives(tmp_path: Path):
         until(lambda: owner.held() == [1], "the copy counts")
         assert path_of(holder.memory, identity(0, 1), holder=1).read_bytes() == path.read_bytes()
         assert owner.ask("problems") == []
+        wire.close()
+
+
+@pytest.mark.parametrize("retires", [0, 1], ids=["owner", "holder"])
+def test_the_file_of_a_retired_copy_is_used_for_the_next(tmp_path: Path, retires: int):
+    with ranks(tmp_path, TOKEN, "ab", patience=30.0) as (owner, holder):
+        copies = [path_of(holder.memory, identity(0, step), holder=1) for step in range(4)]
+        numbers = []
+        for step in (1, 2, 3):
+            path = seal(owner.memory, 0, step, LARGE)
+            owner.ask("send", str(path))
+            until(lambda step=step: step in owner.held(), "the copy counts")
+            assert copies[step].read_bytes() == path.read_bytes()
+            numbers.append(copies[step].stat().st_ino)
+            if step == 2:
+                (owner, holder)[retires].ask("retire", [[1, 0]])
+                until(lambda: [*holder.memory.glob(".spare.*")], "its file is kept")
+                assert not copies[1].exists()
+        assert numbers[2] == numbers[0]
+        assert not [*holder.memory.glob(".spare.*")]
+        assert len(files(holder.memory)) == 2
+        assert owner.ask("problems") == holder.ask("problems") == []
+
+
+def test_only_what_moves_bytes_has_a_low_priority_within_the_session_of_the_trainer(tmp_path: Path):
+    with ranks(tmp_path, TOKEN, "ab", patience=30.0) as (owner, holder):
+        wire = Wire(holder.address, hold_after=20 << 20)
+        owner.ask("connect", [owner.address, wire.address], ["a", "b"])
+        owner.ask("send", str(seal(owner.memory, 0, 1, LARGE)))
+        until(wire.held_up.is_set, "half of it is there")
+        for rank in (owner, holder):
+            threads = Path(f"/proc/{rank.copying}/task").glob("*/stat")
+            niceness = [int(each.read_text().rpartition(")")[2].split()[16]) for each in threads]
+            assert niceness.count(15) == 2
+            assert os.getpriority(os.PRIO_PROCESS, rank.copying) < 15
+            assert os.getsid(rank.copying) == os.getsid(rank.process.pid)
+            assert os.getpgid(rank.copying) == rank.copying
+        wire.released.set()
+        until(lambda: owner.held() == [1], "the copy counts")
         wire.close()
 
 

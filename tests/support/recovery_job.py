@@ -1,9 +1,10 @@
 """A script for torchrun: trains a small model, resumes, and suffers a fault once.
 
 Arguments: a folder; the fault: ``none``, ``stopped``, ``asleep``, ``stuck``, ``raises``, ``corrupt``,
-``lost``, ``two``, ``split``, ``again``, ``resuming``, ``two_lost``, ``lost_again`` or ``always_corrupt``;
-what SCOUT may do, separated by commas; ``apart`` if each machine has a disk and a memory of its own;
-``cuda`` for training on a device, over NCCL.
+``lost``, ``two``, ``split``, ``again``, ``resuming``, ``two_lost``, ``lost_again``, ``always_corrupt`` or
+``unheard`` (as ``corrupt``, but a rank is busy when it is to learn of the decision); what SCOUT may do,
+separated by commas; ``apart`` if each machine has a disk and a memory of its own; ``cuda`` for training on a
+device, over NCCL.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def suffer(fault: str, model: nn.Module) -> None:
         torch.cuda._sleep(1 << 62)
     elif fault == "raises":
         raise RuntimeError("this rank fails")
-    elif fault in ("corrupt", "always_corrupt", "split"):
+    elif fault in ("corrupt", "always_corrupt", "split", "unheard"):
         with torch.no_grad():
             next(model.parameters()).view(-1)[3] += 1e-3
 
@@ -127,6 +128,7 @@ def main() -> None:
         checkpoint=CheckpointConfig(directory),
         parallelism=Parallelism(replica=dist.get_world_size()),
         run_dir=folder / f"run-{life}",
+        on_incident=lambda _: time.sleep(30 if (fault, rank) == ("unheard", CULPRIT + 1) else 0),
         recovery=RecoveryConfig(act=[each for each in act.split(",") if each]),
     )
     if fault == "resuming":

@@ -75,8 +75,10 @@ def seal(
 
 
 def files(memory: Path) -> list[str]:
-    """Return the names of all files in a folder, from which folders may be removed meanwhile."""
-    return sorted(name for _, _, names in os.walk(memory) for name in names)
+    """Return the names of all files in a folder, from which folders may be removed meanwhile, except for
+    the spare files of retired copies."""
+    names = (name for _, _, names in os.walk(memory) for name in names)
+    return sorted(name for name in names if not name.startswith(".spare."))
 
 
 def offer(transfer: str, size: Any, rank: int = 0, step: int = 1, **changes: Any) -> bytes:
@@ -91,7 +93,7 @@ def sealed_pieces(secret: Secret, data: bytes, number: int = 0) -> bytes:
     for start in range(0, len(data), PIECE):
         plain = bytearray(data[start : start + PIECE])
         sealed = bytearray(len(plain) + TAG_BYTES)
-        cipher.encrypt(number + start // PIECE, plain, len(plain), sealed)
+        cipher.encrypt(number + start // PIECE, plain, sealed)
         sent += sealed
     return bytes(sent)
 

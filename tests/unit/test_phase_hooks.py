@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import pickle
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -234,3 +236,31 @@ def test_functions_of_a_framework_are_marked_and_missing_ones_are_ignored(
     undo()
     assert phases == [Phase.CHECKPOINT_WRITE]
     assert vars(copy)["written"] is original
+
+
+LATER = """
+import operator
+import sys
+from pathlib import Path
+from torchscout.observer.phase_hooks import mark_phases
+from torchscout.observer.publisher import Publisher
+from torchscout.observer.record.writer import ProgressWriter
+
+name = "torch.distributed.checkpoint"
+undo = mark_phases(Publisher(ProgressWriter.create(Path(sys.argv[1]), 0)), {}, lambda: True)
+assert name not in sys.modules, "it takes long"
+import torch.distributed.checkpoint as dcp
+names = ("save", "async_save", "load", "state_dict_saver.save", "state_dict_loader.load")
+functions = lambda: map(operator.attrgetter, names)
+are_marked = lambda: {each(dcp).__code__.co_filename.endswith("phase_hooks.py") for each in functions()}
+assert are_marked() == {True}
+undo()
+assert are_marked() == {False}
+"""
+
+
+def test_functions_of_a_package_that_is_imported_later_are_marked_then(tmp_path: Path):
+    done = subprocess.run(
+        [sys.executable, "-c", LATER, tmp_path / "records"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr

@@ -337,16 +337,14 @@ def test_a_slow_holder_is_reported_and_its_copy_counts(replicator: Replicator, h
     until(lambda: holder.connections, "the stream came")
     (connection,) = holder.connections
     assert connection.recv(99, socket.MSG_PEEK)
-    sealed, size = bytearray(), path.stat().st_size
-    cipher, plain = AesGcm(secret.key, encrypts=False), bytearray(PIECE)
-    taken = b""
+    size, cipher, taken = path.stat().st_size, AesGcm(secret.key, encrypts=False), b""
     for number in range(-(-size // PIECE)):
         length = min(PIECE, size - number * PIECE)
         sealed = bytearray()
         while len(sealed) < length + TAG_BYTES:
             sealed += connection.recv(length + TAG_BYTES - len(sealed))
-        cipher.decrypt(number, sealed, length, plain)
-        taken += plain[:length]
+        cipher.decrypt(number, memoryview(sealed)[:length], memoryview(sealed)[length:])
+        taken += sealed[:length]
         holder.socket.poll(100)
     assert replicator.held() == frozenset()
     holder.send(name, wire.encode("sealed", transfer=message["transfer"]))

@@ -50,6 +50,13 @@ def test_of_those_that_ended_together_the_killed_one_is_named():
     assert conclude(reports, MESH).ranks == (1,)
 
 
+def test_what_ends_after_a_rank_that_restarts_the_job_is_a_consequence():
+    reports = {rank: report(rank, moving=True) for rank in (2, 3)} | {0: gone(0, 1.0), 1: gone(1, 0.5)}
+    assert conclude(reports, MESH).ranks == (0,)
+    reports[0] = replace(reports[0], is_restarting=True)
+    assert conclude(reports, MESH) is None
+
+
 def timed_out(rank: int, issued: int = 5, seconds: float = 0.5) -> RankReport:
     """Its trainer waited for 5.5 seconds before something ended it."""
     alive = report(rank, issued, stack="", gone_seconds=seconds)

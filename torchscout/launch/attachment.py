@@ -149,10 +149,10 @@ class Attachment:
         """Attach to the model that these optimizers train, if all ranks find one."""
         model, problem = None, None
         try:
-            model = model_of(optimizers)
-            if is_attached(model):  # by the script itself
+            if is_attached():  # by the script itself
                 self._has_model = True
                 return
+            model = model_of(optimizers)
             self._require_valid(model, optimizers, settings)
         except (ValueError, ScoutError) as error:
             problem = str(error)

@@ -20,6 +20,12 @@ from torchscout.utils.text import listed
 __all__ = ["describe", "model_of", "optimizer_count", "parameters_of"]
 
 _Kind = TypeVar("_Kind")
+_ENGINES = {
+    "deepspeed.runtime": "DeepSpeed: call enable_resiliency(engine)",
+    "megatron.core.distributed": "Megatron-Core: call enable_resiliency(model_chunks, optimizer)",
+}
+"""Packages whose modules train a model in their own way: its updates are over later than the optimizers that
+they contain have stepped. What a script can do instead."""
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> frozenset[int]:
@@ -37,8 +43,10 @@ def optimizer_count() -> int:
 def model_of(optimizers: Sequence[torch.optim.Optimizer]) -> torch.nn.Module:
     """Return the outermost module with the parameters that these optimizers update.
 
-    Raises ``ValueError`` if there is none, or more than one.
+    Raises ``ValueError`` if there is none, or more than one, or a framework trains it in its own way.
     """
+    if (advice := _engine()) is not None:
+        raise ValueError(f"the model is trained by {advice} in the script instead")
     trained = frozenset[int]().union(*map(parameters_of, optimizers))
     roots = [*_roots(trained)]
     whole = [each for each in roots if trained <= {id(parameter) for parameter in each.parameters()}]
@@ -58,6 +66,17 @@ def describe(model: torch.nn.Module) -> str:
     inside = model.module if isinstance(model, DistributedDataParallel) else model
     name, outer = kind_of(inside).__name__, type(model).__name__
     return name if inside is model else f"{outer}({name})"
+
+
+def _engine() -> str | None:
+    """The framework that trains a model of this process in its own way, and what to do; None without one."""
+    packages = {type(each).__module__ for each in _objects(torch.nn.Module)}
+    engines = (
+        advice
+        for package, advice in _ENGINES.items()
+        if any(f"{each}.".startswith(f"{package}.") for each in packages)
+    )
+    return next(engines, None)
 
 
 def _roots(trained: frozenset[int]) -> Iterator[torch.nn.Module]:

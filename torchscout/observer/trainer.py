@@ -150,7 +150,7 @@ class Ending(Enum):
     """With status 0 but without closing its session, as by ``os._exit(0)``. Many jobs end like that, on all
     ranks. If only one rank does, its peers fail afterwards."""
     ASKED = "asked"
-    """By SIGTERM, SIGINT or SIGHUP: usually the whole job is being ended."""
+    """By SIGTERM, SIGINT or SIGHUP, or by a decision: usually the whole job is being ended."""
     FAILED = "failed"
     """In any other way, or in an unknown one; also while an exception ends the interpreter, which may take
     long: checkpoints are written first."""
@@ -206,7 +206,7 @@ class TrainerView:
         elif self.reader.trainer() is Process.GONE:
             self._wait_status = _wait_status(self.reader.pid)
             self.ending = _ending_of(self._wait_status, is_exiting=self.reader.is_exiting)
-            if self._wait_status is None and self._was_terminated():
+            if self.reader.is_restarting or (self._wait_status is None and self._was_terminated()):
                 self.ending = Ending.ASKED
             self._gone_since = None if self.ending is Ending.FINISHED else now
         if self.reader.is_failing:  # a launcher may end it meanwhile, which is not why it ends
@@ -255,6 +255,7 @@ class TrainerView:
             was_killed=self._was_killed,
             stalled=self._stalled(config, seen_at),
             is_pressed=not has_ended and self.is_pressed,
+            is_restarting=self.reader.is_restarting,
             has_timed_out=seen_at - self._timed_out_at < _WATCHDOG_SECONDS,
             operations=None if step is None else self.reader.operations(step),
             phase_seconds={} if has_ended else typical_seconds(self.phase_seconds()),

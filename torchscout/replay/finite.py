@@ -11,17 +11,19 @@ from collections.abc import Iterable
 
 import torch
 
+from torchscout.decision.records.record import EvidenceRecord, Manifestation
 from torchscout.replay.capture.broadcast import local_part
 from torchscout.replay.recipe import Recipe
 from torchscout.replay.recipes.owned_state import OwnedStateRecipe
 from torchscout.replay.recipes.replicated_state import ReplicatedStateRecipe
 from torchscout.utils.text import listed
 
-__all__ = ["FINITE", "FiniteState"]
+__all__ = ["FINITE", "FiniteState", "not_finite"]
 
 FINITE = "state/finite"
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _MOST_NAMED = 3
+_NOT_LOOKED_AT = "torchscout could not look for NaN and infinity: such state is not certified"
 
 
 class FiniteState:
@@ -53,6 +55,18 @@ class FiniteState:
         wrong = [name for name, part in self._parts.items() if not bool(torch.isfinite(part).all())]
         more = f" and {len(wrong) - _MOST_NAMED} more" if len(wrong) > _MOST_NAMED else ""
         return f"NaN or infinity in {listed(wrong[:_MOST_NAMED])}{more}: such state is not certified"
+
+
+def not_finite(state: FiniteState | None, step: int, rank: int) -> list[EvidenceRecord]:
+    """Return a record of what is wrong with the state of a rank, if anything is. None stands for state that
+    could not be looked at, which is not certified either."""
+    problem = _NOT_LOOKED_AT if state is None else state.problem()
+    if problem is None:
+        return []
+    record = EvidenceRecord(
+        step=step, surface=FINITE, manifestation=Manifestation.SDC, peers=(rank,), reason=problem
+    )
+    return [record]
 
 
 def _readable(tensor: torch.Tensor) -> torch.Tensor | None:

@@ -53,6 +53,8 @@ class Recovery:
     folder: Path | str | None
     """Where the restart plan is written; without one, nothing is carried out."""
     checkpoints: CheckpointManager | None
+    was_restarted: bool = False
+    """Whether a restart plan or torchrun says so, on any rank."""
     exit: Callable[[int], object] = os._exit
     leaving: Decision | None = None
     """The decision because of which this process is about to leave."""
@@ -60,6 +62,8 @@ class Recovery:
     """Whether an exception ends this process: its observer decides in its place."""
     entry: RankEntry | None = None
     """This rank's entry in the run directory."""
+    tell_observer: Callable[[], object] = lambda: None
+    """Called right before this process leaves."""
 
     @classmethod
     def agree(
@@ -80,9 +84,12 @@ class Recovery:
             plan = plan if folder is None else RestartPlan.read(Path(folder))
         except RestartPlanError as error:
             log.warning("%s; it is ignored", error)
+        # A machine may have joined since: its agent has restarted nothing yet.
+        was_restarted = bool(plan.restarts) or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
         # Equal documents are one object, so that most plans are read once.
-        found = {id(each): each for each in communicators.exchange(plan.to_json())}
-        plans = [RestartPlan.from_json(each) for each in found.values()]
+        exchanged = communicators.exchange({"plan": plan.to_json(), "was_restarted": was_restarted})
+        found = {id(each): each for each in exchanged}.values()
+        plans = [RestartPlan.from_json(each["plan"]) for each in found]
         plan = max(plans, key=lambda each: (each.is_stopped, len(each.restarts)))
         if plan.is_stopped:
             raise ScoutError(
@@ -93,7 +100,8 @@ class Recovery:
             log.info("this job was restarted: %s", plan.sentence)
         if job.rank == 0 and (used := [each for each in plan.excluded if each in job.hosts]):
             log.warning("the job runs on excluded machines: %s", listed(used))
-        return cls(job, config, plan, folder, checkpoints)
+        was_restarted = any(each["was_restarted"] for each in found)
+        return cls(job, config, plan, folder, checkpoints, was_restarted)
 
     @property
     def can_act(self) -> bool:
@@ -137,15 +145,16 @@ class Recovery:
 
     def nothing_to_resume(self, reason: str) -> None:
         """Stop a job that was restarted and has no checkpoint left: its launcher would restart it in vain."""
-        if not (self.plan_folders and self.plan.restarts):
+        if not (self.plan_folders and self.was_restarted):
             return
-        last = self.plan.restarts[-1]
+        # Without a plan, torchrun has restarted the job by itself, about an incident that names nobody.
+        last = self.plan.restarts[-1] if self.plan.restarts else None
         decision = Decision(
-            step=last.step,
+            step=0 if last is None else last.step,
             action=Action.STOP,
             failure=self.plan.failure,
-            ranks=last.ranks,
-            hosts=last.hosts,
+            ranks=() if last is None else last.ranks,
+            hosts=() if last is None else last.hosts,
             sentence=f"Stop the job: {reason[:_MOST_CHARACTERS]}",
             is_carried_out=True,
         )
@@ -185,6 +194,7 @@ class Recovery:
         if decision.action is Action.STOP and problems:
             return  # without the plan, the launcher would restart the job
         self._record_end(decision)
+        self.tell_observer()
         sys.stdout.flush()
         sys.stderr.flush()
         self.exit(EXIT_STATUS)

@@ -10,6 +10,7 @@ import ctypes
 import ctypes.util
 import importlib.util
 from functools import cache
+from mmap import mmap
 from typing import Any
 
 from torchscout.errors import DamagedError, ScoutError
@@ -19,6 +20,8 @@ __all__ = ["KEY_BYTES", "TAG_BYTES", "AesGcm", "load"]
 KEY_BYTES = 16
 TAG_BYTES = 16
 _NONCE_BYTES = 12
+Writable = bytearray | memoryview | mmap
+"""A buffer that can be written to."""
 _GET_TAG, _SET_TAG = 0x10, 0x11  # EVP_CTRL_AEAD_GET_TAG, EVP_CTRL_AEAD_SET_TAG
 
 
@@ -47,42 +50,37 @@ class AesGcm:
         if getattr(self, "_context", None):
             self._library.EVP_CIPHER_CTX_free(self._context)
 
-    def encrypt(self, number: int, plain: bytearray, size: int, sealed: bytearray) -> None:
-        """Put the encrypted first ``size`` bytes of ``plain``, and then their tag, into ``sealed``."""
-        assert size <= len(plain)
-        assert size + TAG_BYTES <= len(sealed)
-        target = _address(sealed)
-        self._run(number, _address(plain), size, target)
-        done = self._final(self._context, target, ctypes.byref(self._count))
-        tag = ctypes.c_void_p(target + size)
+    def encrypt(self, number: int, plain: Writable, sealed: Writable) -> None:
+        """Put the encrypted bytes of ``plain``, and then their tag, into ``sealed``, which is so long."""
+        assert len(sealed) == len(plain) + TAG_BYTES
+        self._run(number, plain, sealed)
+        tag = _address(sealed) + len(plain)
+        done = self._final(self._context, None, ctypes.byref(self._count))
         if not done or not self._library.EVP_CIPHER_CTX_ctrl(self._context, _GET_TAG, TAG_BYTES, tag):
             raise ScoutError("libcrypto could not encrypt")
 
-    def decrypt(self, number: int, sealed: bytearray, size: int, plain: bytearray) -> None:
-        """The reverse of ``encrypt``. Raises ``DamagedError`` if anything differs from what was encrypted;
-        ``plain`` must not be used then."""
-        assert size <= len(plain)
-        assert size + TAG_BYTES <= len(sealed)
-        source, target = _address(sealed), _address(plain)
-        self._run(number, source, size, target)
-        tag = ctypes.c_void_p(source + size)
-        if not self._library.EVP_CIPHER_CTX_ctrl(self._context, _SET_TAG, TAG_BYTES, tag):
+    def decrypt(self, number: int, data: Writable, tag: Writable) -> None:
+        """Decrypt these bytes in place. Raises ``DamagedError`` if anything differs from what was encrypted;
+        they must not be used then."""
+        assert len(tag) == TAG_BYTES
+        self._run(number, data, data)
+        if not self._library.EVP_CIPHER_CTX_ctrl(self._context, _SET_TAG, TAG_BYTES, _address(tag)):
             raise ScoutError("libcrypto could not decrypt")
-        if self._final(self._context, target, ctypes.byref(self._count)) != 1:
+        if self._final(self._context, None, ctypes.byref(self._count)) != 1:
             raise DamagedError(f"piece {number} was damaged in transit, or was not sent by this job")
 
-    def _run(self, number: int, source: int, size: int, target: int) -> None:
+    def _run(self, number: int, source: Writable, target: Writable) -> None:
         nonce = number.to_bytes(_NONCE_BYTES, "big")
-        count = ctypes.byref(self._count)
-        if not (
-            self._init(self._context, None, None, None, nonce)
-            and self._update(self._context, target, count, source, size)
-            and self._count.value == size
-        ):
+        done, size = self._init(self._context, None, None, None, nonce), len(source)
+        if done and size:
+            count = ctypes.byref(self._count)
+            done = self._update(self._context, _address(target), count, _address(source), size)
+            done = done and self._count.value == size
+        if not done:
             raise ScoutError("libcrypto could not process a buffer")
 
 
-def _address(data: bytearray) -> int:
+def _address(data: Writable) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(data))
 
 

@@ -19,6 +19,7 @@ import zmq
 from torchscout.checkpoint.replication import messages as wire
 from torchscout.checkpoint.replication.receiver import ReplicaReceiver
 from torchscout.checkpoint.replication.sender import ReplicaSender
+from torchscout.checkpoint.storage import shards
 from torchscout.checkpoint.storage.shard_format import ShardIdentity
 from torchscout.checkpoint.totals import Totals
 from torchscout.checkpoint.trust.generation import Generation
@@ -48,6 +49,7 @@ class ReplicationEngine:
         self._reported: set[str] = set()
         self._known: frozenset[Generation] = frozenset()
         aes_gcm.load()
+        shards.clean(memory)  # what a killed process has left, so that the memory budget holds
         with ExitStack() as undo:
             self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
             undo.callback(self._context.destroy, linger=0)
@@ -112,7 +114,8 @@ class ReplicationEngine:
             self._outbox.put(path, over)
 
     def retire(self, generations: frozenset[Generation]) -> None:
-        """Have the holder delete its copies of these generations."""
+        """Delete the copies of these generations that are kept here, and have the holder delete its own."""
+        self._inbox.retire(generations)
         if self._outbox is not None:
             self._outbox.retire(generations)
 

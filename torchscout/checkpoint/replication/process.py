@@ -1,8 +1,9 @@
 """The process beside a trainer that copies shards: started by ``Replicator``.
 
 Encryption and digests take most of a core while a copy is made. In the trainer they would wait for the GIL,
-and training for them. The process also owns the listening socket, so that the network cannot reach a trainer,
-and it has a low priority, so that training gets the core where both need it.
+and training for them. The process also owns the listening socket, so that the network cannot reach a trainer.
+It stays in the trainer's session: Linux may share cores equally among sessions (autogroups), and the low
+priority of the threads that move bytes counts only within one.
 
 Commands come as lines of JSON on standard input, of which the first has the job's token; events go as lines
 of JSON to standard output. It ends with its standard input or with its trainer. It does not import torch.
@@ -17,6 +18,7 @@ import json
 import os
 import resource
 import select
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -27,14 +29,12 @@ from torchscout.errors import ScoutError
 
 __all__ = ["main"]
 
-_NICENESS = 10
-"""About a tenth of a core where training keeps all cores busy, so that a copy still finishes."""
-
 
 def main() -> None:
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    os.nice(_NICENESS)
+    os.setpgid(0, 0)  # a signal to the trainer's group is not for this process
+    signal.signal(signal.SIGIO, signal.SIG_IGN)  # see ``spare_file``: another process asks for a leased file
     with open(0, "rb", buffering=0, closefd=False) as commands:
         setup = json.loads(commands.readline())
     host, port = setup["listens"]

@@ -19,9 +19,10 @@ import zmq
 from torchscout.checkpoint.replication import messages as wire
 from torchscout.checkpoint.replication.streams import IncomingStream, Secret
 from torchscout.checkpoint.storage import shards
+from torchscout.checkpoint.storage.incoming import IncomingShard
 from torchscout.checkpoint.storage.shard_files import shard_files
 from torchscout.checkpoint.storage.shard_format import ShardIdentity
-from torchscout.checkpoint.storage.shards import IncomingShard
+from torchscout.checkpoint.storage.spare_file import SpareFile
 from torchscout.checkpoint.trust.generation import Generation, is_number
 from torchscout.errors import CheckpointError, ScoutError
 
@@ -65,6 +66,8 @@ class ReplicaReceiver:
         self._admitted: deque[tuple[_Arrival, sockets.socket]] = deque()
         self._ending: list[_Arrival] = []
         """Given up, while their streams may still use the shard."""
+        self._spares: dict[int, SpareFile] = {}
+        """By owner."""
 
     @property
     def arriving(self) -> frozenset[ShardIdentity]:
@@ -88,6 +91,22 @@ class ReplicaReceiver:
             self._watch(sender, arrival, now)
         self._clear()
 
+    def retire(self, generations: frozenset[Generation], owner: int | None = None) -> None:
+        """Delete copies of these generations, of one rank or of all.
+
+        One file for each rank is kept for its next copy: the budget has room for one that arrives.
+        """
+        found = shard_files(self._memory) if self._memory.is_dir() else []
+        for each in found:
+            if each.generation not in generations or each.holder != self._rank or not each.is_replica:
+                continue
+            if owner not in (None, each.rank):
+                continue
+            if each.rank not in self._spares and all(other.rank != each.rank for other in self.arriving):
+                with suppress(OSError):  # somebody reads it, or it is gone
+                    self._spares[each.rank] = SpareFile(each.path, self._memory)
+            remove(self._memory, [each.generation], each.path.name)
+
     def close(self) -> None:
         for sender in list(self._arrivals):
             self._drop(sender)
@@ -96,6 +115,8 @@ class ReplicaReceiver:
             if arrival.stream is not None:
                 arrival.stream.join(1.0)
         self._clear()
+        for spare in self._spares.values():
+            spare.discard()
         self.socket.close()
 
     def _begin_streams(self) -> None:
@@ -150,7 +171,7 @@ class ReplicaReceiver:
             self._answer(sender, "holding", generations=wire.plain(held))
         elif kind == "retire":
             generations = wire.generations_of(message)
-            remove(self._memory, generations, f"rank-{owner}-of-*.held-by-{self._rank}.shard")
+            self.retire(generations, owner)
             self._answer(sender, "retired", generations=wire.plain(generations))
 
     def _offered(self, sender: bytes, owner: int, message: dict[str, Any], now: float) -> None:
@@ -163,7 +184,7 @@ class ReplicaReceiver:
             raise ValueError(f"rank {self._rank} does not hold copies for rank {owner}")
         if not isinstance(size, int) or not is_number(size, 1):
             raise ValueError(f"not the size of a shard: {size!r:.40}")
-        shard = IncomingShard(self._memory, identity, self._rank, size)
+        shard = IncomingShard(self._memory, identity, self._rank, size, self._spares.pop(owner, None))
         arrival = _Arrival(transfer, shard, Secret.new(), now)
         self._arrivals[sender] = self._tickets[arrival.secret.ticket] = arrival
         self._answer(sender, "ready", transfer=transfer, secret=arrival.secret.to_json())

@@ -33,7 +33,6 @@ class ReplicaProcess:
             stderr=subprocess.DEVNULL,
             bufsize=0,
             cwd="/",
-            start_new_session=True,
         )
         with ExitStack() as undo:
             undo.enter_context(self._process)  # closes its pipes and waits for it

@@ -30,6 +30,8 @@ __all__ = ["Replicator"]
 
 _MAX_PROBLEMS = 100
 _MOST_RESTARTS = 3
+_MAX_RETIRED = 100
+"""Generations whose copies the process may not have deleted yet."""
 
 
 class Replicator:
@@ -64,6 +66,7 @@ class Replicator:
         self._problems: deque[str] = deque(maxlen=_MAX_PROBLEMS)
         self._connected: dict[str, Any] | None = None
         self._newest: Path | None = None
+        self._retired: deque[Generation] = deque(maxlen=_MAX_RETIRED)
         self._waiting: dict[int, Callable[[bool], None]] = {}
         """By number: what to call when a file is no longer needed."""
         self._sends = 0
@@ -212,7 +215,9 @@ class Replicator:
     def _retire(self, generations: frozenset[Generation]) -> None:
         self._held -= generations
         self._command("retire", generations=[list(each) for each in sorted(generations)])
-        remove(self._memory, generations, f"*.held-by-{self._rank}.shard")
+        self._retired.extend(generations)
+        own = self._rank if self._process is not None else "*"  # the process deletes those of others
+        remove(self._memory, generations, f"rank-{own}-of-*.held-by-{self._rank}.shard")
 
     def _command(self, kind: str, **fields: Any) -> None:
         if self._process is not None:
@@ -243,6 +248,7 @@ class Replicator:
         process, self._process = self._process, None
         if process is not None:
             process.close()
+        remove(self._memory, self._retired, f"*.held-by-{self._rank}.shard")  # what it has not deleted yet
         self._held, self._arriving = frozenset(), frozenset()
         waiting, self._waiting = self._waiting, {}
         for over in waiting.values():

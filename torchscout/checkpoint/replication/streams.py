@@ -17,26 +17,35 @@ control limits what is in flight.
 
 from __future__ import annotations
 
+import mmap
 import os
 import secrets
 import socket
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
+from itertools import cycle
 from typing import NamedTuple
 
 from torchscout.checkpoint.replication.pace import RateLimit
-from torchscout.checkpoint.storage.shards import IncomingShard
+from torchscout.checkpoint.storage.incoming import IncomingShard
 from torchscout.errors import ScoutError
 from torchscout.utils.aes_gcm import KEY_BYTES, TAG_BYTES, AesGcm
+from torchscout.utils.ahead import ahead
 from torchscout.utils.listener import MAGIC, TICKET_BYTES, Address
 
-__all__ = ["PIECE", "IncomingStream", "OutgoingStream", "Secret", "Stream"]
+__all__ = ["PIECE", "IncomingStream", "OutgoingStream", "Secret", "Stream", "mapped_part"]
 
 _CONNECT_SECONDS = 10.0
 PIECE = 1 << 20
 """Bytes that are encrypted at once. They fit into a core's cache."""
+_AHEAD = 2
+"""Pieces that are encrypted while one is sent, or received while one is decrypted."""
+_NICENESS = 15
+"""A thread gets about a thirtieth of a core where training keeps all cores busy: a copy still ends."""
+_POPULATE_READ = 22
+"""``MADV_POPULATE_READ`` of Linux 5.14, which Python does not name."""
 
 
 class Secret(NamedTuple):
@@ -97,11 +106,12 @@ class Stream(ABC):
             self._socket.close()
 
     def _run(self) -> None:
+        _lower_priority()
         try:
             self._transfer()
             self.succeeded = True
         except (OSError, ScoutError) as error:
-            self.error = error
+            self.error = error.with_traceback(None)  # which would keep the shard's memory
         finally:
             self._close()
             self.ended = True
@@ -134,22 +144,28 @@ class OutgoingStream(Stream):
         self._file = os.dup(file)
 
     def _transfer(self) -> None:
-        cipher = AesGcm(self._secret.key, encrypts=True)
         self._socket = socket.create_connection(self._address, timeout=_CONNECT_SECONDS)
         self._socket.settimeout(None)  # whoever waits for progress aborts it
         self._socket.sendall(MAGIC + self._secret.ticket)
-        plain, sealed = bytearray(PIECE), bytearray(PIECE + TAG_BYTES)
-        for number, size in self._pieces(self._size):
-            if os.preadv(self._file, [memoryview(plain)[:size]], self.moved) != size:
-                raise OSError(f"the file ends early, after byte {self.moved}")
-            cipher.encrypt(number, plain, size, sealed)
-            self.moved += size  # before it is sent: the receiver may answer the last piece at once
-            self._socket.sendall(memoryview(sealed)[: size + TAG_BYTES])
-            self._limit.sent(size)
+        for sealed in ahead(self._sealed(), _AHEAD):
+            self.moved += len(sealed) - TAG_BYTES  # before the last piece is sent: it may be answered at once
+            self._socket.sendall(sealed)
+            self._limit.sent(len(sealed))
         # Closing it while anything is unread, such as ZeroMQ's greeting, would discard what is on its way.
         self._socket.shutdown(socket.SHUT_WR)
         while self._socket.recv(4096):
             pass
+
+    def _sealed(self) -> Iterator[memoryview]:
+        """The encrypted pieces, each with its tag."""
+        _lower_priority()
+        cipher = AesGcm(self._secret.key, encrypts=True)
+        rooms = cycle([memoryview(bytearray(PIECE + TAG_BYTES)) for _ in range(_AHEAD + 1)])
+        for (number, size), room in zip(self._pieces(self._size), rooms, strict=False):
+            sealed = room[: size + TAG_BYTES]
+            with mapped_part(self._file, number * PIECE, size) as plain:
+                cipher.encrypt(number, plain, sealed)
+            yield sealed
 
     def _close(self) -> None:
         super()._close()
@@ -166,20 +182,54 @@ class IncomingStream(Stream):
         self._socket, self._key, self._shard = connection, key, shard
 
     def _transfer(self) -> None:
-        assert self._socket is not None
-        self._socket.setblocking(True)
         cipher = AesGcm(self._key, encrypts=False)
-        plain, sealed = bytearray(PIECE), bytearray(PIECE + TAG_BYTES)
-        for number, size in self._pieces(self._shard.size):
-            _receive(self._socket, memoryview(sealed)[: size + TAG_BYTES])
-            cipher.decrypt(number, sealed, size, plain)
-            self._shard.append(memoryview(plain)[:size])
-            self.moved += size
+        with closing(ahead(self._received(), _AHEAD)) as pieces:
+            try:
+                for number, (data, tag) in enumerate(pieces):
+                    cipher.decrypt(number, data, tag)
+                    self._shard.filled(len(data))
+                    self.moved += len(data)
+            except ScoutError:
+                self.abort()  # so that nothing waits for more bytes
+                raise
         self._shard.verify()
 
+    def _received(self) -> Iterator[tuple[memoryview, memoryview]]:
+        """The encrypted pieces, each in the shard's memory, and their tags."""
+        _lower_priority()
+        assert self._socket is not None
+        self._socket.setblocking(True)
+        for _, size in self._pieces(self._shard.size):
+            data, tag = self._shard.room(size), memoryview(bytearray(TAG_BYTES))
+            _receive(self._socket, data, tag)
+            yield data, tag
 
-def _receive(connection: socket.socket, room: memoryview) -> None:
-    while room:
-        if not (count := connection.recv_into(room)):
+
+def _lower_priority() -> None:
+    """Of this thread, so that training gets the core where both need it."""
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+
+
+def mapped_part(file: int, offset: int, size: int) -> mmap.mmap:
+    """Part of a file in memory; to read it into a buffer would take longer.
+
+    The mapping is private, and writable because ``ctypes`` asks for that.
+    """
+    try:
+        mapped = mmap.mmap(file, size, access=mmap.ACCESS_COPY, offset=offset)
+    except ValueError as error:
+        raise OSError(f"the file ends early, after byte {offset}") from error
+    with suppress(OSError):  # an older kernel does it page by page
+        mapped.madvise(_POPULATE_READ)
+    return mapped
+
+
+def _receive(connection: socket.socket, *rooms: memoryview) -> None:
+    left = [each for each in rooms if each]
+    while left:
+        if not (count := connection.recvmsg_into(left, 0, socket.MSG_WAITALL)[0]):
             raise ConnectionError("the connection ended in the middle of a shard")
-        room = room[count:]
+        while left and count >= len(left[0]):
+            count -= len(left.pop(0))
+        if count:
+            left[0] = left[0][count:]

@@ -17,8 +17,9 @@ from pathlib import Path
 
 from torchscout.checkpoint.resume.plan import TensorKey, repair_sources, replaced, tensors_of
 from torchscout.checkpoint.resume.transfer import Links, receive_bytes, send_bytes
+from torchscout.checkpoint.storage.incoming import IncomingShard
 from torchscout.checkpoint.storage.shard_format import Entry
-from torchscout.checkpoint.storage.shards import IncomingShard, Report
+from torchscout.checkpoint.storage.shards import Report
 from torchscout.errors import CheckpointError
 
 __all__ = ["repair"]

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 
 from torchscout.checkpoint.storage.encoding import bytes_of
+from torchscout.checkpoint.storage.incoming import IncomingShard
 from torchscout.checkpoint.storage.shard_format import ShardIdentity
-from torchscout.checkpoint.storage.shards import IncomingShard
 from torchscout.errors import ChannelError, DamagedError
 from torchscout.log import log
 from torchscout.utils import unlisted_groups

@@ -1,8 +1,7 @@
 """Reads and writes shards as files (paper, section 9).
 
 A file gets its name only when all its bytes are on the disk, and is never overwritten. A failed writer
-removes its temporary file; ``clean`` removes those of killed writers. A shard that is received from another
-rank has a temporary name until every bit is verified.
+removes its temporary file; ``clean`` removes those of killed writers.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from torchscout.checkpoint.storage.shard_format import (
 from torchscout.errors import CheckpointError, DamagedError
 
 __all__ = [
-    "IncomingShard",
+    "TEMPORARY",
     "Report",
     "Restored",
     "clean",
@@ -48,11 +47,13 @@ __all__ = [
     "path_of",
     "read_tensor",
     "replace",
+    "temporary_name",
     "verify",
     "write",
 ]
 
-_TEMPORARY = ".writing"
+TEMPORARY = ".writing"
+"""How the names of temporary files end."""
 _CHUNK = 1 << 20
 """Fits into a core's cache."""
 _NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
@@ -144,7 +145,7 @@ def read_tensor(path: Path | str, entry: Entry) -> Any:
 def clean(directory: Path | str) -> list[Path]:
     """Remove temporary files of killed writers under this folder, and return their paths."""
     removed = []
-    for path in (each for each in files_under(directory) if each.match(f".*{_TEMPORARY}")):
+    for path in (each for each in files_under(directory) if each.match(f".*{TEMPORARY}")):
         try:
             file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
         except OSError:
@@ -191,8 +192,8 @@ def _temporary_beside(path: Path) -> Iterator[tuple[Path, int]]:
 def created(path: Path) -> tuple[Path, int]:
     """Create a temporary file for this path and open it, locked, so that ``clean`` leaves it alone."""
     while True:
-        temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}{_TEMPORARY}")
-        file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        temporary = temporary_name(path)
+        file = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(file, fcntl.LOCK_EX)
         except OSError as error:
@@ -203,6 +204,11 @@ def created(path: Path) -> tuple[Path, int]:
         if os.fstat(file).st_nlink:
             return temporary, file
         os.close(file)  # ``clean`` removed it before it was locked
+
+
+def temporary_name(path: Path) -> Path:
+    """A new name for a file that will get this path."""
+    return path.with_name(f".{path.name}.{secrets.token_hex(8)}{TEMPORARY}")
 
 
 def _publish(temporary: Path, path: Path) -> None:
@@ -325,86 +331,3 @@ def _read_into(memory: memoryview, file: int, offset: int) -> None:
         if not count:
             raise DamagedError(f"it ends early, at byte {offset + done}")
         done += count
-
-
-class IncomingShard:
-    """A shard that is being received into a folder; nothing remains of it without ``seal``."""
-
-    def __init__(self, memory: Path, identity: ShardIdentity, holder: int, size: int) -> None:
-        """Raises ``CheckpointError`` if there is no space for it."""
-        self.identity, self.size, self.received = identity, size, 0
-        self.path = path_of(memory, identity, holder)
-        try:
-            make_folder(self.path.parent)
-            if (free := shutil.disk_usage(self.path.parent).free) < size:
-                raise CheckpointError(
-                    f"{self.path.parent} has too little space: {size} bytes needed, {free} free"
-                )
-            self._temporary, self._file = created(self.path)
-        except OSError as error:
-            raise CheckpointError(f"cannot write {self.path}: {error.strerror}") from error
-        self._open = True
-
-    @property
-    def complete(self) -> bool:
-        return self.received == self.size
-
-    def append(self, data: Buffer) -> None:
-        """Write the next bytes; raises ``CheckpointError``."""
-        view = memoryview(data)
-        if len(view) > self.size - self.received:
-            raise DamagedError(f"received more than the announced {self.size} bytes")
-        try:
-            while view:
-                count = os.pwrite(self._file, view, self.received)
-                self.received, view = self.received + count, view[count:]
-        except OSError as error:
-            raise CheckpointError(f"cannot write {self.path}: {error.strerror}") from error
-
-    def seal(self) -> Path:
-        """Verify it, give the file its name, and return its path; see ``verify`` and ``publish``."""
-        try:
-            self.verify()
-            return self.publish()
-        finally:
-            self.discard()
-
-    def verify(self) -> None:
-        """Read every bit of the complete file again; raises ``DamagedError``."""
-        report = verify(self._temporary)
-        found = None if report.header is None else report.header.identity
-        if not report.whole:
-            raise DamagedError(
-                "; ".join(report.problems[:3]).replace(str(self._temporary), "the received shard")
-            )
-        if found != self.identity:
-            raise DamagedError(f"announced as {_described(self.identity)}, but it is {_described(found)}")
-
-    def publish(self) -> Path:
-        """Give the verified file its name, and return its path; raises ``CheckpointError``.
-
-        Replaces an existing copy: that has the same name and so the same content, unless it is damaged.
-        """
-        try:
-            os.fchmod(self._file, 0o400)
-            self._temporary.replace(self.path)
-        except OSError as error:
-            raise CheckpointError(f"cannot write {self.path}: {error.strerror}") from error
-        finally:
-            self.discard()
-        return self.path
-
-    def discard(self) -> None:
-        """Remove it, unless it is sealed. Idempotent."""
-        if self._open:
-            self._open = False
-            self._temporary.unlink(missing_ok=True)
-            os.close(self._file)
-
-
-def _described(identity: ShardIdentity | None) -> str:
-    assert identity is not None, "a whole shard has a header"
-    return (
-        f"the state of rank {identity.rank} of {identity.world_size} at {identity.generation}, "
-        f"job {identity.job!r:.40}, mesh {identity.mesh!r:.80}"
-    )

@@ -59,6 +59,11 @@ class ProgressReader:
         return self._memory.words[layout.FINISHED] == layout.FAILING
 
     @property
+    def is_restarting(self) -> bool:
+        """Whether the trainer leaves because it was decided to restart or to stop the job."""
+        return self._memory.words[layout.FINISHED] == layout.RESTARTING
+
+    @property
     def dropped(self) -> int:
         """Number of declarations without room; unless it is 0, some communication may be missing here."""
         return self._memory.words[layout.DROPPED]

@@ -246,6 +246,11 @@ class ProgressWriter:
         with self._lock:
             self._memory.words[layout.FINISHED] = layout.FAILING
 
+    def restarting(self) -> None:
+        """Publish that this process leaves because of a decision: to restart the job, or to stop it."""
+        with self._lock:
+            self._memory.words[layout.FINISHED] = layout.RESTARTING
+
     def close(self) -> None:
         """Remove the file; open mappings stay readable."""
         with self._lock:

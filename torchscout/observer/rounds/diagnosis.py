@@ -44,6 +44,8 @@ def conclude(reports: Mapping[int, RankReport], mesh: Mesh, *, insistent: bool =
     may yet join the majority.
     """
     posted = Reports.of(reports)
+    if posted.flags & FLAGS["is_restarting"]:
+        return None  # the cause is known, and ranks that do not know it yet fail as they lose their peers
     if (cause := _cause_of_timeout(posted, mesh)) is not None:
         return replace(cause, records=(*cause.records, *_shown(posted, cause)))
     gone, moving = _first_gone(posted), bool(posted.flags & FLAGS["moving"])

@@ -104,13 +104,16 @@ PHRASE = struct.Struct("<QH")
 FLAGS = {
     name: 1 << bit
     for bit, name in enumerate(
-        ("moving", "excused", "was_killed", "is_pressed", "has_timed_out", "has_progress", "at_communication")
+        (
+            *("moving", "excused", "was_killed", "is_pressed", "has_timed_out", "has_progress"),
+            *("at_communication", "is_restarting"),
+        )
     )
 }
 PAIR, SPLITS = 1, 2
 WAITING, BUSY, PROCESS, PHASE = 8, 10, 12, 16
 """Bits at which small numbers begin: 0, 1, 2 for None, False, True; indices of process and phase."""
-PLAIN = ("moving", "excused", "was_killed", "is_pressed", "has_timed_out")
+PLAIN = ("moving", "excused", "was_killed", "is_pressed", "has_timed_out", "is_restarting")
 PROCESSES, PHASES, MAYBE = tuple(Process), tuple(Phase), (None, False, True)
 
 MISTAKES = (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from torchscout.decision.records.record import EvidenceRecord, Surface
@@ -22,6 +22,8 @@ class CheckHistory:
         """Why surfaces could not be compared when they were last due."""
         self.held_up: dict[Surface, str] = {}
         """Why the last check certified nothing although no rank was at fault."""
+        self._known: set[Surface] = set()
+        """What held up the last check on some rank."""
         self._verdicts: Counter[tuple[str, str]] = Counter()
         """How many comparisons there were, by manifestation and status."""
 
@@ -37,6 +39,19 @@ class CheckHistory:
             "verdicts": [[*key, count] for key, count in dict(self._verdicts).items()],
             "oldest": min(steps, default=None),
         }
+
+    def hold_up(self, unmet: Mapping[Surface, str | None]) -> bool:
+        """Note what prevents certification, and return whether anything does."""
+        found = {surface: why for surface, why in unmet.items() if why is not None}
+        self.held_up |= found
+        return bool(found)
+
+    def is_new(self, surface: Surface, agreed: int, own: int) -> bool:
+        """Return whether this rank logs what holds up the check: it was not there at the last check, and of
+        all ranks that have it, this one is the first. Their highest vote is ``agreed``; 0 if none has it."""
+        was_there = surface in self._known
+        (self._known.add if agreed else self._known.discard)(surface)
+        return agreed == own and not was_there
 
     def add(self, records: Sequence[EvidenceRecord], require: Collection[str]) -> None:
         """Add the records of one check; see ``ReplayConfig.require``."""

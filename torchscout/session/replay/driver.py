@@ -25,7 +25,7 @@ from torchscout.decision.straggler.diagnosis import Slowness
 from torchscout.decision.straggler.measured import Measured
 from torchscout.log import log
 from torchscout.mesh import LayerKind, Mesh
-from torchscout.replay.finite import FINITE, FiniteState
+from torchscout.replay.finite import FINITE, FiniteState, not_finite
 from torchscout.replay.recipe import Mode, Recipe
 from torchscout.replay.recipes.owned_state import OWNED_STATE, OwnedStateRecipe
 from torchscout.replay.recipes.replicated_state import ReplicatedStateRecipe
@@ -85,6 +85,8 @@ class _Ballot(NamedTuple):
     """How many incidents this rank reports."""
     changes: int = 0
     """How many changes of settings were requested on rank 0."""
+    not_finite: int = 0
+    """Highest on the first rank whose state has NaN or infinity: that rank logs it."""
 
 
 class ReplayDriver:
@@ -125,8 +127,8 @@ class ReplayDriver:
         """The step of the previous check, after which state may have been captured."""
         self._compared: Compared | None = None
         """What ranks have agreed on in the current check, if they have."""
-        self._finite: FiniteState | None = None
-        """Whether state is finite, during a check."""
+        self._not_finite: Callable[[], list[EvidenceRecord]] = list
+        """Returns a record of state that is not finite, during a check."""
         self._concluded: Findings | None = None
         self._found: list[Incident] = []
         """Incidents that this rank reports to all ranks at the end of a check."""
@@ -201,18 +203,19 @@ class ReplayDriver:
     def _check(self, step: int, began: float) -> None:
         self._parts.finish_update()
         check, findings = self._covered_at(step), Findings()
-        self._finite = self._guard(lambda: FiniteState(self._recipes))  # read when devices have replayed
+        finite = self._guard(lambda: FiniteState(self._recipes))
+        self._not_finite = lambda: not_finite(finite, step, self._rank)  # when devices have replayed
         try:
             self._replayer.check(step, findings)
         finally:
             # What peers have compared counts, even if the ranks lose each other before the vote.
             if self._concluded is not findings and findings.records:
                 self._conclude_here(findings)
+            self._not_finite = list
         compared, self._compared = self._compared, None
         assert compared is not None, "every check calls _doubted"
         if compared.doubted:
             compared = self._exchange(step, findings, findings.measured, is_final=True)
-        self._finite = None
         self._certify(step, compared, check)
         self._pace.check_took(self._now() - began, check.paths, findings.on_shapes)
         self._guard(self._report_coverage)
@@ -229,7 +232,8 @@ class ReplayDriver:
         self, step: int, findings: Findings, measured: Sequence[Measured], *, is_final: bool
     ) -> Compared:
         changes = self._settings.requests if self._rank == 0 else 0
-        own = _Ballot(SEVERITY.index(self._unsettled), found=len(self._found), changes=changes)
+        first = self._communicators.size - self._rank if FINITE in self._history.held_up else 0
+        own = _Ballot(SEVERITY.index(self._unsettled), 0, len(self._found), changes, first)
         counted = self._certifier.votes(self._unsettled, differs=self._capture_is_doubtful(findings))
         votes = [*own, *self._pace.vote(self._config), *counted]
         return self._times.exchange(step, measured, votes, is_final=is_final)
@@ -260,11 +264,10 @@ class ReplayDriver:
         live = [each for each in records if each.surface != CAPTURED]
         outcome = outcome_of(live, (), findings.targets, self._config.require)
         share = min((each.share for each in self._owned_state), default=1.0)
-        not_finite = None if self._finite is None else self._finite.problem()
-        unmet = {OWNED_STATE: unwatched(share, self._config.watched), FINITE: not_finite}
-        held_up = {name: why for name, why in unmet.items() if why is not None}
-        if outcome.accepted and held_up:
-            self._history.held_up |= held_up
+        self._write(wrong := self._not_finite())
+        unmet = {each.surface: each.reason for each in wrong}
+        unmet[OWNED_STATE] = unwatched(share, self._config.watched)
+        if outcome.accepted and self._history.hold_up(unmet):
             return Outcome.NOT_CHECKED
         return outcome
 
@@ -281,6 +284,8 @@ class ReplayDriver:
         agreed_pace = PaceVote(*islice(highest, len(PaceVote._fields)))
         self._guard(lambda: self._conclude_times(compared.slow))
         self._share_incidents(bool(agreed.found) or compared.is_slow)
+        if self._history.is_new(FINITE, agreed.not_finite, self._communicators.size - self._rank):
+            log.warning("rank %d, step %d: %s", self._rank, step, self._history.held_up[FINITE])
         if not SEVERITY[agreed.severity].accepted:
             self._rotation.take_back(EXPERTS, step)
         counted = [*highest]
@@ -332,9 +337,7 @@ class ReplayDriver:
         Incidents are reported as in any check. Every rank makes this call.
         """
         self._replayer.abandon()
-        recipes = (
-            self._recipes if everything else [each for each in self._recipes if each.kind in STATE_RECIPES]
-        )
+        recipes = [each for each in self._recipes if everything or each.kind in STATE_RECIPES]
         findings = sweep(self._replayer, recipes, self._peers, step)
         outcome = self._guard(lambda: self._conclude(findings)) or Outcome.NOT_CHECKED
         differing = [each.mode for each in findings.records if each.scope is not None and not each.layer]
