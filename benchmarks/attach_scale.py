@@ -13,7 +13,6 @@ the processor time of a rank says more than the seconds.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import math
@@ -25,7 +24,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from observer import environment
+from reporting import environment, parser_of, publish
 
 from torchscout.config import ObserverConfig, ReplayConfig
 from torchscout.decision.consensus.channel import decoded
@@ -43,11 +42,9 @@ LINEAR = 1.25
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--simulated", type=int, nargs="*", default=SIMULATED, help="ranks of jobs on paper")
     parser.add_argument("--ranks", type=int, nargs="*", default=RANKS, help="numbers of real ranks")
-    parser.add_argument("--json", action="store_true", help="print one JSON document and nothing else")
-    parser.add_argument("--output", type=Path, help="write the JSON document to this file")
     arguments = parser.parse_args()
     rows = [on_paper(size) for size in arguments.simulated]
     report = {
@@ -57,10 +54,7 @@ def main() -> None:
         "growth": growth(rows),
         "ranks": [real(ranks) for ranks in arguments.ranks],
     }
-    document = json.dumps(report, indent=2)
-    if arguments.output:
-        arguments.output.write_text(document + "\n")
-    print(document if arguments.json else table(report))
+    publish(report, table, arguments)
 
 
 def on_paper(size: int) -> dict[str, Any]:

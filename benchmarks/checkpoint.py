@@ -21,49 +21,35 @@ Every ratio is taken within one run.
 
 from __future__ import annotations
 
-import argparse
-import datetime
-import json
 import os
-import platform
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-import torch
 from checkpoint_parts.bandwidth import bandwidth
 from checkpoint_parts.capture import capture
 from checkpoint_parts.job import CUDA, Figures
 from checkpoint_parts.replicate import replicate
 from checkpoint_parts.restore import restore
 from checkpoint_parts.stages import stages
+from reporting import environment, heading, parser_of, publish
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--part", action="append", choices=list(PARTS), help="only this one; may be repeated")
+    parser = parser_of(__doc__, PARTS)
     parser.add_argument("--megabytes", type=int, default=8192 if CUDA else 384, help="of state, about")
-    parser.add_argument("--json", action="store_true", help="print one JSON document and nothing else")
-    parser.add_argument("--output", type=Path, help="write the JSON document to this file")
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore")
     report: dict[str, Any] = {
-        "date": datetime.date.today().isoformat(),
-        "device": torch.cuda.get_device_name() if CUDA else platform.processor() or platform.machine(),
-        "versions": {"torch": torch.__version__, "python": platform.python_version()},
+        **environment("torch", on_cuda=CUDA),
         "megabytes": arguments.megabytes,
         "results": {name: PARTS[name](arguments.megabytes) for name in arguments.part or PARTS},
     }
-    document = json.dumps(report, indent=2)
-    if arguments.output:
-        arguments.output.write_text(document + "\n")
-    print(document if arguments.json else table(report))
+    publish(report, table, arguments)
 
 
 def table(report: dict[str, Any]) -> str:
-    versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
-    lines = [f"{report['device']}; {versions}; {report['date']}"]
+    lines = [heading(report)]
     for part, figures in report["results"].items():
         lines += ["", part]
         for name, row in figures.items():

@@ -17,7 +17,6 @@ Runs in a network namespace of its own where that is permitted, so that nobody e
 
 from __future__ import annotations
 
-import argparse
 import json
 import multiprocessing
 import os
@@ -40,7 +39,8 @@ from typing import Any
 
 import numpy as np
 import zmq
-from observer import SHARED_MEMORY, cpu_seconds, environment, line_of
+from observer import SHARED_MEMORY, cpu_seconds, line_of
+from reporting import environment, parser_of, publish
 
 from torchscout.config import ObserverConfig
 from torchscout.decision.progress import CommGroup, Phase
@@ -67,21 +67,16 @@ OWN_NETWORK = "SCOUT_BENCHMARK_NETWORK"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="numbers of ranks")
     parser.add_argument("--turns", type=int, default=5, help="hangs of each job")
-    parser.add_argument("--json", action="store_true", help="print one JSON document and nothing else")
-    parser.add_argument("--output", type=Path, help="write the JSON document to this file")
     arguments = parser.parse_args()
     enter_own_network()
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     rows = [measure(size, arguments.turns) for size in arguments.sizes]
     report = {**environment(), "benchmark": "control plane", "results": rows, "model": model(rows)}
-    document = json.dumps(report, indent=2)
-    if arguments.output:
-        arguments.output.write_text(document + "\n")
-    print(document if arguments.json else table(report))
+    publish(report, table, arguments)
 
 
 def enter_own_network() -> None:

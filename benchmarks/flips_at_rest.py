@@ -19,12 +19,7 @@ and with a budget, in turn. On the CPU; what a GPU takes is not measured.
 
 from __future__ import annotations
 
-import argparse
-import datetime
-import importlib.metadata
-import json
 import os
-import platform
 import random
 import sys
 import tempfile
@@ -39,6 +34,7 @@ from flip_parts.flip import MOMENTS, Flip
 from flip_parts.job import STEPS, Asked, Found, train_all
 from flip_parts.layouts import LAYOUTS, RANKS
 from flip_parts.verdict import Result, counted, judged
+from reporting import environment, heading, parser_of, publish
 
 from torchscout.testing.local_ranks import LiveRanks, preload
 
@@ -47,20 +43,15 @@ _ORDER = ("weight", "master", "exp_avg", "exp_avg_sq", "working copy")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--flips", type=int, default=200, help="in all layouts together")
     parser.add_argument("--minutes", type=float, help="stop then; layouts get equal shares of them")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--layouts", default=",".join(LAYOUTS), help="separated by commas")
     parser.add_argument("--part", action="append", choices=["flips", "cost"], help="only this one")
-    parser.add_argument("--json", action="store_true", help="print one JSON document and nothing else")
-    parser.add_argument("--output", type=Path, help="write the JSON document to this file")
     arguments = parser.parse_args()
     report: dict[str, Any] = {
-        "date": datetime.date.today().isoformat(),
-        "device": platform.processor() or platform.machine(),
-        "versions": {"python": platform.python_version()}
-        | {name: _version(name) for name in ("torch", "deepspeed", "megatron-core")},
+        **environment("torch", "deepspeed", "megatron-core"),
         "seed": arguments.seed,
     }
     parts = arguments.part or ["flips", "cost"]
@@ -70,10 +61,7 @@ def main() -> None:
         )
     if "cost" in parts:
         report["cost"] = cost()
-    document = json.dumps(report, indent=2)
-    if arguments.output:
-        arguments.output.write_text(document + "\n")
-    print(document if arguments.json else table(report))
+    publish(report, table, arguments)
 
 
 def flips(layouts: Sequence[str], number: int, seed: int, minutes: float | None = None) -> dict[str, Any]:
@@ -145,16 +133,8 @@ def _say(layout: str, number: int, plan: Sequence[object], results: Sequence[Res
         print(file=sys.stderr)
 
 
-def _version(name: str) -> str:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return "missing"
-
-
 def table(report: dict[str, Any]) -> str:
-    versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
-    lines = [f"{report['device']}; {versions}; {report['date']}; seed {report['seed']}"]
+    lines = [heading(report, f"seed {report['seed']}")]
     if "layouts" in report:
         head = ("layout", "what flips", "flips", "rank", "group", "wrong", "missed", "certified", "effect")
         lines += ["", "{:10} {:14}".format(*head) + "".join(f"{name:>10}" for name in head[2:])]

@@ -22,15 +22,13 @@ collective. ``breakdown`` shows the parts of a check; there alone the device is 
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import os
-import platform
 import tempfile
 from pathlib import Path
 from typing import Any
 
-import torch
+from reporting import environment
 from training_parts.job import MODELS
 from training_parts.measure import PARTS, Plan, measure
 from training_parts.report import markdown, summary, table
@@ -90,11 +88,8 @@ def _measured(arguments: argparse.Namespace) -> dict[str, Any]:
             Path(folder),
         )
         ranks = run_ranks(measure, RANKS, plan, timeout=arguments.timeout, backend=arguments.backend)
-    on_cuda = arguments.device == "cuda"
     report: dict[str, Any] = {
-        "date": datetime.date.today().isoformat(),
-        "device": torch.cuda.get_device_name() if on_cuda else platform.processor() or platform.machine(),
-        "versions": {"torch": torch.__version__, "python": platform.python_version()},
+        **environment("torch", on_cuda=arguments.device == "cuda"),
         "job": {
             **{key: getattr(arguments, key) for key in ("model", "parallel", "backend", "interval")},
             "ranks": RANKS,

@@ -7,11 +7,10 @@
 
 from __future__ import annotations
 
-import argparse
-import json
 import resource
 import time
-from pathlib import Path
+
+from reporting import parser_of, publish
 
 from torchscout.mesh import Mesh
 
@@ -22,16 +21,10 @@ JOBS = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--json", action="store_true", help="print one JSON document and nothing else")
-    parser.add_argument("--output", type=Path, help="write the JSON document to this file")
-    arguments = parser.parse_args()
+    arguments = parser_of(__doc__).parse_args()
     report = {"benchmark": "mesh", "results": [measure(name, degrees) for name, degrees in JOBS.items()]}
     report["peak_mib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
-    document = json.dumps(report, indent=2)
-    if arguments.output:
-        arguments.output.write_text(document + "\n")
-    print(document if arguments.json else table(report))
+    publish(report, table, arguments)
 
 
 def measure(name: str, degrees: dict[str, int]) -> dict[str, object]:

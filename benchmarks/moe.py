@@ -11,18 +11,13 @@ host and all. ``sweep`` times other tilings.
 
 from __future__ import annotations
 
-import argparse
-import datetime
-import json
-import platform
 import statistics
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import triton
+from reporting import environment, heading, parser_of, publish
 from torch.nn import functional
 
 from torchscout.experts.kernel.expert_layer import Experts
@@ -70,22 +65,12 @@ TILINGS = [
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--part", action="append", choices=list(PARTS), help="only this one; may be repeated")
-    parser.add_argument("--json", action="store_true", help="print one JSON document and nothing else")
-    parser.add_argument("--output", type=Path, help="write the JSON document to this file")
-    arguments = parser.parse_args()
-    versions = {"torch": torch.__version__, "triton": triton.__version__, "python": platform.python_version()}
+    arguments = parser_of(__doc__, PARTS).parse_args()
     report: dict[str, Any] = {
-        "date": datetime.date.today().isoformat(),
-        "device": torch.cuda.get_device_name(),
-        "versions": versions,
+        **environment("torch", "triton", on_cuda=True),
         "results": {name: PARTS[name]() for name in arguments.part or ("passes", "layer")},
     }
-    document = json.dumps(report, indent=2)
-    if arguments.output:
-        arguments.output.write_text(document + "\n")
-    print(document if arguments.json else table(report))
+    publish(report, table, arguments)
 
 
 class Operands:
@@ -254,8 +239,7 @@ def _timed(work: Callable[[], Any]) -> float:
 
 
 def table(report: dict[str, Any]) -> str:
-    versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
-    lines = [f"{report['device']}; {versions}; {report['date']}"]
+    lines = [heading(report)]
     for part, figures in report["results"].items():
         lines += ["", part]
         for name, row in figures.items():

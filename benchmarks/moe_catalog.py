@@ -12,17 +12,11 @@ are perturbed exhaustively.
 
 from __future__ import annotations
 
-import argparse
-import datetime
-import json
-import platform
 import sys
 import time
-from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-import triton
+from reporting import environment, heading, parser_of, publish
 
 from torchscout.experts.coverage import (
     Rows,
@@ -70,29 +64,21 @@ CONFIGURATIONS = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument(
         "--configuration", action="append", choices=list(CONFIGURATIONS), help="only this one"
     )
     parser.add_argument("--most", type=int, default=400, help="perturbations of a pass of a large shape")
-    parser.add_argument("--json", action="store_true", help="print one JSON document and nothing else")
-    parser.add_argument("--output", type=Path, help="write the JSON document to this file")
     arguments = parser.parse_args()
     chosen = arguments.configuration or CONFIGURATIONS
-    versions = {"torch": torch.__version__, "triton": triton.__version__, "python": platform.python_version()}
     report: dict[str, Any] = {
-        "date": datetime.date.today().isoformat(),
-        "device": torch.cuda.get_device_name(),
-        "versions": versions,
+        **environment("torch", "triton", on_cuda=True),
         "results": {},
     }
     for name in chosen:
         report["results"][name] = campaign(CONFIGURATIONS[name], arguments.most)
         print(f"{name}: {report['results'][name]}", file=sys.stderr, flush=True)
-    document = json.dumps(report, indent=2)
-    if arguments.output:
-        arguments.output.write_text(document + "\n")
-    print(document if arguments.json else table(report))
+    publish(report, table, arguments)
 
 
 def campaign(
@@ -152,12 +138,11 @@ def _profiled(
 
 
 def table(report: dict[str, Any]) -> str:
-    versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
     heads = (
         "admitted", "selected", "paper", "reduction", "selected_by_waves", "covered", "occurrences_covered",
         "injected", "changed", "same_again", "seconds_to_profile", "seconds_to_inject",
     )  # fmt: skip
-    lines = [f"{report['device']}; {versions}; {report['date']}", ""]
+    lines = [heading(report), ""]
     lines.append(" ".join(["configuration".ljust(13), *(head.rjust(max(9, len(head))) for head in heads)]))
     for name, row in report["results"].items():
         cells = (str(row[head]).rjust(max(9, len(head))) for head in heads)

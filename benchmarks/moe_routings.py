@@ -9,18 +9,12 @@ template are perturbed inside the kernel, evenly spread, ``--most`` in each pass
 
 from __future__ import annotations
 
-import argparse
-import datetime
-import json
 import math
-import platform
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
-import torch
-import triton
+from reporting import environment, heading, parser_of, publish
 
 from torchscout.cli.discover.plan import kernel_loads
 from torchscout.experts.discovery import Executions
@@ -32,17 +26,12 @@ KERNELS = {"128x128, 8 experts": (128, 128, 8), "2048x1024, 8 experts": (2048, 1
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--tokens", type=int, default=4096, help="rows that the experts share")
     parser.add_argument("--most", type=int, default=200, help="perturbations of a pass of a template")
-    parser.add_argument("--json", action="store_true", help="print one JSON document and nothing else")
-    parser.add_argument("--output", type=Path, help="write the JSON document to this file")
     arguments = parser.parse_args()
-    versions = {"torch": torch.__version__, "triton": triton.__version__, "python": platform.python_version()}
     report: dict[str, Any] = {
-        "date": datetime.date.today().isoformat(),
-        "device": torch.cuda.get_device_name(),
-        "versions": versions,
+        **environment("torch", "triton", on_cuda=True),
         "tokens": arguments.tokens,
         "results": {},
     }
@@ -50,10 +39,7 @@ def main() -> None:
         profiler = KernelProfiler(hidden, intermediate, experts)
         report["results"][name] = covered(profiler, Routings(experts, arguments.tokens), arguments.most)
         print(f"{name}: {report['results'][name]}", file=sys.stderr, flush=True)
-    document = json.dumps(report, indent=2)
-    if arguments.output:
-        arguments.output.write_text(document + "\n")
-    print(document if arguments.json else table(report))
+    publish(report, table, arguments)
 
 
 def covered(profiler: KernelProfiler, admitted: Routings, most: int) -> dict[str, Any]:
@@ -83,8 +69,7 @@ def _count(admitted: Routings) -> str:
 
 
 def table(report: dict[str, Any]) -> str:
-    versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
-    lines = [f"{report['device']}; {versions}; {report['date']}; {report['tokens']} rows", ""]
+    lines = [heading(report, f"{report['tokens']} rows"), ""]
     for name, row in report["results"].items():
         lines += [name, *(f"  {head:<22}{value}" for head, value in row.items())]
     return "\n".join(lines)

@@ -12,12 +12,8 @@ the least that any publication from Python can do.
 
 from __future__ import annotations
 
-import argparse
-import datetime
 import itertools
-import json
 import os
-import platform
 import statistics
 import struct
 import tempfile
@@ -28,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from large_round import scale
+from reporting import environment, heading, parser_of, publish
 
 from torchscout.config import ObserverConfig
 from torchscout.decision.progress import CommGroup, Phase
@@ -44,37 +41,10 @@ Figures = dict[str, dict[str, Any]]
 
 
 def main() -> None:
-    arguments = parsed_arguments()
-    report = environment()
+    arguments = parser_of(__doc__, PARTS).parse_args()
+    report = {"benchmark": "observer", **environment()}
     report["results"] = {name: PARTS[name]() for name in arguments.part or PARTS}
-    document = json.dumps(report, indent=2)
-    if arguments.output:
-        arguments.output.write_text(document + "\n")
-    print(document if arguments.json else table(report))
-
-
-def parsed_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--part", action="append", choices=list(PARTS), help="only this one; may be repeated")
-    parser.add_argument("--json", action="store_true", help="print one JSON document and nothing else")
-    parser.add_argument("--output", type=Path, help="write the JSON document to this file")
-    return parser.parse_args()
-
-
-def environment() -> dict[str, Any]:
-    return {
-        "benchmark": "observer",
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "device": processor(),
-        "versions": {"python": platform.python_version()},
-    }
-
-
-def processor() -> str:
-    information = Path("/proc/cpuinfo")
-    lines = information.read_text().splitlines() if information.exists() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor()
+    publish(report, table, arguments)
 
 
 def coordinate_publication() -> Figures:
@@ -347,8 +317,7 @@ def a_bare_store() -> Callable[[], object]:
 
 
 def table(report: dict[str, Any]) -> str:
-    versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
-    lines = [f"{report['device']}; {versions}; {report['date']}"]
+    lines = [heading(report)]
     for part, figures in report["results"].items():
         lines += ["", part]
         lines += [f"  {name:22} {row(values)}" for name, values in figures.items()]

@@ -12,7 +12,6 @@ The run directory that the report reads is written by ``tests.support.large_run`
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import tempfile
@@ -21,7 +20,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from observer import SHARED_MEMORY, environment
+from observer import SHARED_MEMORY
+from reporting import environment, parser_of, publish
 
 from torchscout.config import ReplayConfig
 from torchscout.decision.records.recorder import MOST_BYTES
@@ -38,11 +38,9 @@ TENSOR_PIPELINE = 128
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--real", type=int, default=4, help="real ranks")
     parser.add_argument("--ranks", type=int, default=16_384, help="ranks of the job that is extrapolated to")
-    parser.add_argument("--json", action="store_true", help="print one JSON document and nothing else")
-    parser.add_argument("--output", type=Path, help="write the JSON document to this file")
     arguments = parser.parse_args()
     real = measure(arguments.real)
     report = {
@@ -52,10 +50,7 @@ def main() -> None:
         "day": extrapolate(real, arguments.ranks),
         "report": read_large(arguments.ranks),
     }
-    document = json.dumps(report, indent=2)
-    if arguments.output:
-        arguments.output.write_text(document + "\n")
-    print(document)
+    publish(report, lambda found: json.dumps(found, indent=2), arguments)
 
 
 def train(rank: int, run_dir: str) -> None:

@@ -18,10 +18,7 @@ the fault.
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
 import os
-import platform
 import signal
 import socket
 import statistics
@@ -35,6 +32,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from reporting import environment, parser_of, publish
 from torch import nn
 
 AGENTS, RANKS_EACH = 4, 2
@@ -47,10 +45,8 @@ SECONDS = 240.0
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--fault", action="append", choices=FAULTS, help="only this one; may be repeated")
-    parser.add_argument("--json", action="store_true", help="print one JSON document and nothing else")
-    parser.add_argument("--output", type=Path, help="write the JSON document to this file")
     parser.add_argument("--worker", nargs=2, metavar=("FOLDER", "FAULT"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker:
@@ -58,21 +54,17 @@ def main() -> None:
         return
     load = os.getloadavg()[0]
     report: dict[str, Any] = {
-        "date": datetime.date.today().isoformat(),
+        **environment("torch"),
         "cores": os.cpu_count(),
         "load": load,
         "ranks": RANKS,
         "agents": AGENTS,
-        "versions": {"torch": torch.__version__, "python": platform.python_version()},
         "seconds": {},
         "cpu": {},
     }
     for fault in arguments.fault or FAULTS:
         report["seconds"][fault], report["cpu"][fault] = measured(fault)
-    document = json.dumps(report, indent=2)
-    if arguments.output:
-        arguments.output.write_text(document + "\n")
-    print(document if arguments.json else table(report))
+    publish(report, table, arguments)
 
 
 def table(report: dict[str, Any]) -> str:

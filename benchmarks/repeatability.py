@@ -10,17 +10,15 @@ compared. The second table says in how many checks a rank that really is wrong i
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import numpy as np
+from reporting import parser_of, publish
 
 from torchscout.decision.consensus.rules import exact
 from torchscout.decision.records.record import EvidenceRecord, Manifestation
@@ -241,15 +239,13 @@ def _wrong_table(rows: Sequence[dict[str, object]]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--checks", type=int, default=10_000, help="of each kernel, for each number of peers")
     parser.add_argument(
         "--jobs", type=int, default=100, help="with a wrong rank, for each rate and number of peers"
     )
     parser.add_argument("--peers", type=int, nargs="+", default=PEERS)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", action="store_true", help="print one JSON document instead of tables")
-    parser.add_argument("--output", type=Path, help="write the JSON document to this file")
     asked = parser.parse_args()
     begin = time.perf_counter()
     tallies = [kernel(name, peers, asked.checks, asked.seed) for name in KERNELS for peers in asked.peers]
@@ -269,11 +265,8 @@ def main() -> int:
         "kernels": [each.document() for each in tallies],
         "wrong_ranks": wrong,
     }
-    document = json.dumps(report, indent=2)
-    if asked.output:
-        asked.output.write_text(document + "\n")
     tables = f"{_kernels_table(tallies)}\n\n{_wrong_table(wrong)}\n\npeers {list(asked.peers)}, {took:.0f} s"
-    print(document if asked.json else tables)
+    publish(report, lambda _: tables, asked)
     return 1 if any(each.named for each in tallies) or any(each["others_named"] for each in wrong) else 0
 
 

@@ -14,12 +14,9 @@ and ``tp`` do so with sharded parameters (two ranks) and with two replicas of tw
 
 from __future__ import annotations
 
-import argparse
-import datetime
 import functools
 import json
 import os
-import platform
 import statistics
 import tempfile
 import time
@@ -29,6 +26,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from reporting import environment, heading, parser_of, publish
 from torch import nn
 from torch.nn import functional
 
@@ -49,21 +47,12 @@ Figures = dict[str, dict[str, Any]]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--part", action="append", choices=list(PARTS), help="only this one; may be repeated")
-    parser.add_argument("--json", action="store_true", help="print one JSON document and nothing else")
-    parser.add_argument("--output", type=Path, help="write the JSON document to this file")
-    arguments = parser.parse_args()
+    arguments = parser_of(__doc__, PARTS).parse_args()
     report: dict[str, Any] = {
-        "date": datetime.date.today().isoformat(),
-        "device": torch.cuda.get_device_name() if CUDA else platform.processor() or platform.machine(),
-        "versions": {"torch": torch.__version__, "python": platform.python_version()},
+        **environment("torch", on_cuda=CUDA),
         "results": {name: PARTS[name]() for name in arguments.part or PARTS},
     }
-    document = json.dumps(report, indent=2)
-    if arguments.output:
-        arguments.output.write_text(document + "\n")
-    print(document if arguments.json else table(report))
+    publish(report, table, arguments)
 
 
 class Layer(nn.Module):
@@ -285,8 +274,7 @@ def _only(recipe: str, interval: int) -> ReplayConfig:
 
 
 def table(report: dict[str, Any]) -> str:
-    versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
-    lines = [f"{report['device']}; {versions}; {report['date']}"]
+    lines = [heading(report)]
     for part, figures in report["results"].items():
         lines += ["", part]
         for name, row in figures.items():

@@ -13,17 +13,13 @@ the kernel under several launches instead.
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
-import platform
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import xxhash
+from reporting import environment, heading, parser_of, publish
 
 from torchscout.decision.consensus.signature import signature
 
@@ -47,49 +43,25 @@ ROTATION = 1024 * MIB
 def main() -> None:
     arguments = parsed_arguments()
     torch.set_num_threads(1)
-    report = environment(arguments.device)
+    on_cuda = arguments.device == "cuda"
+    packages = ("torch", "xxhash", "triton") if on_cuda else ("torch", "xxhash")
+    report = {"benchmark": "signature", **environment(*packages, on_cuda=on_cuda)}
     if arguments.sweep:
         report["sweep"] = sweep()
     else:
         report["results"] = [compare(arguments.device, size) for size in SIZES[arguments.device]]
-    document = json.dumps(report, indent=2)
-    if arguments.output:
-        arguments.output.write_text(document + "\n")
-    print(document if arguments.json else table(report))
+    publish(report, table, arguments)
 
 
 def parsed_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--device", choices=list(SIZES))
-    parser.add_argument("--json", action="store_true", help="print one JSON document and nothing else")
-    parser.add_argument("--output", type=Path, help="write the JSON document to this file")
     parser.add_argument("--sweep", action="store_true", help="time the kernel under several launches (CUDA)")
     arguments = parser.parse_args()
     arguments.device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if arguments.sweep and arguments.device != "cuda":
         parser.error(f"--sweep needs --device cuda, got {arguments.device}")
     return arguments
-
-
-def environment(device: str) -> dict[str, Any]:
-    versions = {"python": platform.python_version(), "torch": torch.__version__, "xxhash": xxhash.VERSION}
-    if device == "cuda":
-        import triton
-
-        versions["triton"] = triton.__version__
-    return {
-        "benchmark": "signature",
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "device": torch.cuda.get_device_name() if device == "cuda" else processor(),
-        "versions": versions,
-    }
-
-
-def processor() -> str:
-    information = Path("/proc/cpuinfo")
-    lines = information.read_text().splitlines() if information.exists() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor()
 
 
 def compare(device: str, size: int) -> dict[str, Any]:
@@ -204,8 +176,7 @@ def kernel_seconds(launch: Launch, buffers: list[torch.Tensor]) -> float:
 
 
 def table(report: dict[str, Any]) -> str:
-    versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
-    lines = [f"{report['device']}; {versions}; {report['date']}", ""]
+    lines = [heading(report), ""]
     if "sweep" in report:
         return "\n".join(lines + sweep_lines(report["sweep"]))
     lines.append("    size    signature          sum   signature        sum   ratio    goal  extra memory")

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torchscout.adapters.base import Adapter
 from torchscout.adapters.modules import stages_of
-from torchscout.adapters.no_model import NoModelAdapter
+from torchscout.adapters.pytorch import NoModelAdapter
 from torchscout.adapters.recipe_builder import (
     are_experts_spread,
     device_of_job,

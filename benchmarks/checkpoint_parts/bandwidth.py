@@ -13,8 +13,6 @@ from torchscout.checkpoint.snapshot.snapshots import Snapshots
 from torchscout.checkpoint.state.training_state import State
 from torchscout.checkpoint.trust.generation import TrustLevel
 
-__all__ = ["bandwidth"]
-
 ROUNDS, WARM = 15, 4
 GOAL = 0.9
 

@@ -16,8 +16,6 @@ from checkpoint_parts.job import CUDA, Figures, Job, alone, identity, in_memory,
 from torchscout.checkpoint.snapshot.snapshots import Snapshots
 from torchscout.checkpoint.trust.generation import TrustLevel
 
-__all__ = ["capture"]
-
 ROUNDS, WARM = 9, 3
 
 

@@ -17,20 +17,6 @@ from torchscout.checkpoint.storage.inventory import Member
 from torchscout.checkpoint.storage.shard_format import ShardIdentity
 from torchscout.checkpoint.trust.generation import Generation
 
-__all__ = [
-    "CUDA",
-    "MEMBER",
-    "Figures",
-    "Job",
-    "alone",
-    "identity",
-    "in_memory",
-    "made",
-    "ms",
-    "not_measured",
-    "synchronize",
-]
-
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
 MEMBER = Member(job="job", mesh="", world_size=1, rank=0)

@@ -28,8 +28,6 @@ from checkpoint_parts.job import Figures, Job, identity, in_memory, made, ms, no
 from torchscout.checkpoint.snapshot.snapshots import Snapshots
 from torchscout.checkpoint.trust.generation import TrustLevel
 
-__all__ = ["replicate"]
-
 ROUNDS, WARM = 5, 1
 STEPS = 3
 """Of training alone, in every round."""

@@ -29,8 +29,6 @@ from torchscout.checkpoint.storage import shards
 from torchscout.checkpoint.trust.generation import TrustLevel
 from torchscout.communicators import Communicators
 
-__all__ = ["restore"]
-
 ROUNDS, WARM = 5, 1
 
 

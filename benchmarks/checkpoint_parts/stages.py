@@ -23,8 +23,6 @@ from torchscout.checkpoint.storage.spare_file import SpareFile
 from torchscout.errors import DamagedError
 from torchscout.utils.aes_gcm import KEY_BYTES, TAG_BYTES, AesGcm
 
-__all__ = ["stages"]
-
 ROUNDS = 3
 
 

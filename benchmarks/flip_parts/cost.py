@@ -17,8 +17,6 @@ from torchscout.attach import enable_resiliency
 from torchscout.config import Parallelism, ReplayConfig
 from torchscout.testing.local_ranks import run_ranks
 
-__all__ = ["cost"]
-
 RANKS, WIDTH, LAYERS, ROWS = 2, 1024, 12, 256
 INTERVAL, WARM, WINDOWS = 10, 10, 3
 """Steps from one check to the next; steps before anything is measured; windows of so many steps each."""

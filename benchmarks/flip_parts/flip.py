@@ -12,8 +12,6 @@ from torch.distributed.tensor import DTensor
 
 from torchscout.faults.effects import FlipBit
 
-__all__ = ["MOMENTS", "Flip", "Flipped", "Held", "digest_of", "flip_a_bit"]
-
 MOMENTS = ("before forward", "before backward", "before the update")
 """When in a step a bit may flip; the update of the step before is over, its own has not begun."""
 Held = Mapping[str, Sequence[torch.Tensor]]

@@ -15,8 +15,6 @@ from flip_parts.flip import Flip, Flipped, Held, digest_of, flip_a_bit
 from torchscout.attach import enable_resiliency
 from torchscout.config import CheckpointConfig, ReplayConfig
 
-__all__ = ["INTERVAL", "STEPS", "Asked", "Found", "Seen", "Work", "train_all"]
-
 STEPS, INTERVAL = 20, 5
 
 

@@ -18,8 +18,6 @@ from torch.nn.functional import cross_entropy, gelu
 from flip_parts.job import Work
 from torchscout.collectives.call import SCOUT_GROUP
 
-__all__ = ["LAYOUTS", "LENGTH", "ROWS", "VOCABULARY", "batch", "leave_groups", "slots"]
-
 VOCABULARY, WIDTH, LAYERS, ROWS, LENGTH = 24, 16, 2, 4, 8
 RANKS = 4
 

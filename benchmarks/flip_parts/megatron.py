@@ -19,8 +19,6 @@ from torch.overrides import TorchFunctionMode
 from flip_parts.job import Work
 from flip_parts.layouts import ROWS, batch, leave_groups, slots
 
-__all__ = ["distributed_optimizer"]
-
 VOCABULARY, LENGTH = 64, 16
 
 

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from flip_parts.flip import Flip, Flipped
 from flip_parts.job import Found, Seen
 
-__all__ = ["Result", "counted", "judged"]
-
 
 @dataclass(frozen=True, slots=True)
 class Result:

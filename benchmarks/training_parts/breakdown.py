@@ -32,8 +32,6 @@ from torchscout.session.replay.time_comparison import TimeComparison
 from training_parts.job import Job
 from training_parts.ledger import Ledger, Patches
 
-__all__ = ["breakdown"]
-
 _REPLAYS = {
     LayerReplay: None,  # its kind is that of the recipe
     optimizer.OptimizerReplay: "optimizer",

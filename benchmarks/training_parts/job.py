@@ -22,8 +22,6 @@ from torchscout.attach import enable_resiliency
 from torchscout.config import BaselineConfig, ObserverConfig, ReplayConfig, StragglerConfig
 from torchscout.session.session import Session
 
-__all__ = ["MODELS", "Block", "Job", "Size", "Window"]
-
 # Ranks that share a device delay each other, and a layer that seems slow is timed again. Ranks with a device
 # each do not, so that this is left out of what a check costs.
 _NEVER_SLOW = StragglerConfig(min_slowdown_ms=1e6)

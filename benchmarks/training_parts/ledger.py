@@ -10,8 +10,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-__all__ = ["Key", "Ledger", "Patches"]
-
 Key = tuple[str, str]
 """The kind of a recipe, or what is common to all of them, and the part of a check."""
 

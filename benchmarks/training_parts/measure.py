@@ -18,8 +18,6 @@ from training_parts.breakdown import breakdown, device_waits
 from training_parts.job import MODELS, Job
 from training_parts.reference import reference
 
-__all__ = ["MODES", "PARTS", "Plan", "measure"]
-
 NEVER = 10**6
 RECIPES = ("replicated_state", "embedding", "layer", "output", "optimizer", "process_groups")
 

@@ -12,8 +12,6 @@ from torch import nn
 
 from training_parts.job import Block, Job
 
-__all__ = ["reference"]
-
 _ROUNDS, _WARM = 8, 3
 
 

@@ -6,9 +6,9 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from training_parts.breakdown import by_kind, by_part
+from reporting import heading
 
-__all__ = ["markdown", "summary", "table"]
+from training_parts.breakdown import by_kind, by_part
 
 Figures = dict[str, dict[str, Any]]
 NOTHING_DUE, DEFAULT, CHECK = 0.001, 0.005, 1.5
@@ -146,9 +146,7 @@ def _round(value: float) -> float:
 
 
 def _heading(report: dict[str, Any]) -> str:
-    versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
-    job = ", ".join(f"{key} {value}" for key, value in report["job"].items())
-    return f"{report['date']}, {report['device']}; {versions}; {job}"
+    return heading(report, ", ".join(f"{key} {value}" for key, value in report["job"].items()))
 
 
 def table(report: dict[str, Any]) -> str:

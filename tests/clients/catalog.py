@@ -11,8 +11,6 @@ from typing import Literal
 from tests.clients import frameworks, language, optimizers, sharded, vision
 from tests.clients.job import Job
 
-__all__ = ["CLIENTS", "NOT_RUN", "Client"]
-
 Flip = Literal["named", "reported"]
 
 

@@ -17,16 +17,6 @@ from torch.utils.data import Dataset
 from tests.clients.job import Job
 from tests.clients.models import GPT, LENGTH, next_token_loss, text
 
-__all__ = [
-    "accelerate_loop",
-    "deepspeed_zero",
-    "fabric_loop",
-    "huggingface_loop",
-    "huggingface_trainer",
-    "lightning_trainer",
-    "megatron",
-]
-
 
 def huggingface_loop(job: Job) -> None:
     """A causal language model in a loop of one's own, under DDP."""

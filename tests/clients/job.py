@@ -31,8 +31,6 @@ from torchscout.faults.injector import Injector
 from torchscout.faults.plan import FaultPlan
 from torchscout.session.session import Session
 
-__all__ = ["Job", "Report", "Trial", "local_of"]
-
 SLEEP_SECONDS = 8.0
 """How long a late rank sleeps: longer than ``min_silence_seconds`` of a trial with a late rank."""
 SLOW_SECONDS = 0.3

@@ -16,21 +16,6 @@ from tests.clients.job import Job
 from tests.clients.models import GPT, LENGTH, next_token_loss, text
 from tests.support.fp8_layers import Float8Linear
 
-__all__ = [
-    "accumulation",
-    "activation_offload",
-    "bf16",
-    "checkpointing",
-    "checkpointing_reentrant",
-    "compiled",
-    "custom_function",
-    "fp16",
-    "fp32",
-    "lora",
-    "lstm",
-    "reinforcement",
-]
-
 Context = Callable[[], AbstractContextManager[object]]
 
 

@@ -6,8 +6,6 @@ import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812  as everywhere
 
-__all__ = ["GPT", "LENGTH", "Block", "ResNet", "images", "next_token_loss", "text"]
-
 VOCABULARY, LENGTH, WIDTH, HEADS = 48, 12, 24, 2
 
 

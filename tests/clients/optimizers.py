@@ -14,8 +14,6 @@ from tests.clients.job import Job
 from tests.clients.models import GPT, next_token_loss, text
 from torchscout.config import Parallelism
 
-__all__ = ["adafactor", "muon_gathering", "sharded_by_hand", "torch_muon", "zero_redundancy"]
-
 
 def orthogonalized(matrix: torch.Tensor, iterations: int = 5) -> torch.Tensor:
     """The nearest orthogonal matrix, by the quintic Newton-Schulz iteration that Muon uses."""

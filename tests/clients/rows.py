@@ -21,8 +21,6 @@ from tests.support.ranks import LiveRanks, RankError
 from torchscout.decision.records.record import Incident, Manifestation
 from torchscout.testing.local_ranks import preload
 
-__all__ = ["ROWS", "Result", "run"]
-
 preload("tests.clients.rows")
 BACKEND = os.environ.get("SCOUT_CLIENTS_BACKEND", "gloo")
 """With ``nccl`` all clients run on CUDA devices."""

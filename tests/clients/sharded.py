@@ -12,8 +12,6 @@ from tests.clients.job import Job
 from tests.clients.models import GPT, next_token_loss, text
 from torchscout.config import Parallelism
 
-__all__ = ["fsdp2", "fsdp2_compiled", "fsdp2_compiled_blocks", "hsdp", "tensor_parallel"]
-
 
 def fsdp2(job: Job) -> None:
     """One copy of every shard."""

@@ -15,8 +15,6 @@ import torch
 from tests.clients.catalog import CLIENTS, NOT_RUN
 from tests.clients.rows import ROWS, Result, run
 
-__all__ = ["markdown"]
-
 BEGIN, END = "<!-- clients -->", "<!-- end of clients -->"
 
 Found = Mapping[str, Mapping[str, Mapping[str, object]]]

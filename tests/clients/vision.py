@@ -14,17 +14,6 @@ from tests.clients.job import Job
 from tests.clients.models import Block, ResNet, images
 from torchscout.config import Parallelism
 
-__all__ = [
-    "distillation",
-    "ema_averaged_model",
-    "ema_by_hand",
-    "gan",
-    "gan_generator_only",
-    "resnet",
-    "resnet_local_statistics",
-    "vit",
-]
-
 
 class ViT(nn.Module):
     """Four patches a side, a class token, Transformer layers without a mask."""

@@ -35,8 +35,8 @@ from torchscout.checkpoint.trust import ledger
 from torchscout.checkpoint.trust.gate import transition
 from torchscout.checkpoint.trust.gate_state import Recovered
 from torchscout.checkpoint.trust.generation import Generation
-from torchscout.cli.checkpoint.wording import ranks_in_words
 from torchscout.cli.main import app
+from torchscout.utils.text import ranks_in_words
 
 SCOUT = Path(sys.executable).with_name("scout")
 

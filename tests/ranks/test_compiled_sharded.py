@@ -8,16 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from tests.support.all_records import all_records
 from tests.support.compiled_jobs import Compilations
-from tests.support.findings import Findings, findings_of
+from tests.support.findings import Findings, all_records, findings_of
 from tests.support.ranks import run_ranks
 from tests.support.replay_jobs import EVERY_STEP, bytes_of
 from tests.support.replay_results import local_of
-from tests.support.replayed_job import Net, batch
+from tests.support.replayed_job import Net, loss_of
 from torchscout.attach import enable_resiliency
 from torchscout.faults.injector import Injector
 from torchscout.faults.plan import FaultPlan
@@ -67,10 +65,8 @@ def train(rank: int, trial: Trial) -> Result:
             model, optimizer, replay=all_records(EVERY_STEP), observer=None, run_dir=trial.run_dir
         )
         for step in range(1, STEPS + 1):
-            tokens, targets = batch(step, rank)
             optimizer.zero_grad()
-            logits = model(tokens).float()
-            nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()).backward()
+            loss_of(model, step, rank).backward()
             optimizer.step()
         slots = [local_of(slot) for of in optimizer.state.values() for slot in of.values()]
         bits = bytes_of([*map(local_of, net.parameters()), *slots, torch.get_rng_state()])

@@ -8,30 +8,13 @@ import pytest
 
 from tests.support.context_jobs import WAYS, Trial, train
 from tests.support.ranks import run_ranks
-from tests.support.replay_results import Result
+from tests.support.replay_results import UPDATES, faulty, layers_of, with_and_without
 from tests.support.replayed_job import REPLAY, WIDTH
 from torchscout.faults.plan import FaultPlan
 
-PARTS = ("tokens", "stack.0", "stack.1", "head")
-NAMES = ("norm/weight", "norm/bias", "mix/weight", "mix/bias", "down/weight", "down/bias")
-LAYERS = {
-    *(f"{part}/{what}" for part in PARTS for what in ("input", "parameters", "output")),
-    *("stack.0/grad_input", "stack.1/grad_input", "head/grad_input"),
-    *(f"stack.{place}.{name}.grad" for place in (0, 1) for name in NAMES),
-    *("tokens/weight.grad", "head/weight.grad", "head/bias.grad"),
-}
-UPDATES = {
-    f"optimizer/{what}"
-    for what in ("input", "param", "slot.exp_avg", "slot.exp_avg_sq", "slot.step", "update", "reproduced")
-}
+LAYERS = layers_of("mix")
 SLOW = pytest.mark.slow
 OTHER_WAYS = [way for way in WAYS if way != "block"]
-
-
-def with_and_without(rank: int, trial: Trial, run_dir: Path) -> tuple[bool, Result]:
-    alone = train(rank, trial, None)
-    checked = train(rank, trial, run_dir)
-    return alone.bits == checked.bits, checked
 
 
 @pytest.mark.parametrize(
@@ -50,7 +33,7 @@ def with_and_without(rank: int, trial: Trial, run_dir: Path) -> tuple[bool, Resu
 )
 def test_training_is_bitwise_the_same_and_everything_is_checked(trial: Trial, tmp_path: Path):
     state = {"state/owned"} if trial.sharded else {"state/parameters", "state/optimizer"}
-    for same, found in run_ranks(with_and_without, trial.ranks, trial, tmp_path, timeout=300):
+    for same, found in run_ranks(with_and_without, trial.ranks, train, trial, tmp_path, timeout=300):
         assert same
         assert (found.failures, found.sentences, found.unchecked) == ([], [], set())
         assert found.agreed == LAYERS | UPDATES | state | {"process_groups/received"}
@@ -65,13 +48,6 @@ def test_the_source_computes_again_what_it_computed_in_training(way: str, tmp_pa
         assert found.unchecked == set()
         again = [rank < 2] * 2  # the input of both replays was the first replica's
         assert found.echoes == {"output": again, "gradient": again}
-
-
-def faulty(trial: Trial, faults: FaultPlan, run_dir: Path) -> list[Result]:
-    found = run_ranks(train, trial.ranks, trial, run_dir, faults, timeout=120)
-    assert sum(each.fired for each in found) >= 1
-    assert [each.failures for each in found] == [[]] * trial.ranks
-    return found
 
 
 FAULTS = [
@@ -92,7 +68,7 @@ QUICK = [FAULTS[0], FAULTS[3]]
 )
 def test_a_wrong_number_names_the_rank(at: str, calls: range, surface: str, way: str, tmp_path: Path):
     faults = FaultPlan().flip_bit(rank=3, at=at, step=2, bit=20, calls=calls)
-    found = faulty(Trial((3, 2), way, steps=3), faults, tmp_path)
+    found = faulty(train, Trial((3, 2), way, steps=3), faults, tmp_path)
     assert found[0].incidents[0] == ("rank", (3,), surface, 2), found[0].sentences
     assert {ranks for _, ranks, _, _ in found[0].incidents} == {(3,)}, found[0].sentences
 
@@ -101,7 +77,7 @@ def test_a_wrong_number_names_the_rank(at: str, calls: range, surface: str, way:
 def test_a_wrong_key_that_reaches_the_partner_is_one_incident_of_both(way: str, tmp_path: Path):
     key = WIDTH  # queries come first
     faults = FaultPlan().flip_bit(rank=2, at="stack.1.mix/output", step=2, bit=22, index=key, calls=REPLAY)
-    found = faulty(Trial((3, 2), way, steps=3), faults, tmp_path)
+    found = faulty(train, Trial((3, 2), way, steps=3), faults, tmp_path)
     assert [each[:2] for each in found[0].incidents] == [("machine", (2, 3))], found[0].sentences
     assert "one of them may have received it from another" in found[0].sentences[0]
 
@@ -112,7 +88,7 @@ def test_a_wrong_key_that_reaches_the_partner_is_one_incident_of_both(way: str, 
 )
 def test_two_replicas_differ_as_a_group(at: str, calls: range, surface: str, tmp_path: Path):
     faults = FaultPlan().flip_bit(rank=3, at=at, step=2, bit=20, calls=calls)
-    found = faulty(Trial((2, 2), "block", steps=2), faults, tmp_path)
+    found = faulty(train, Trial((2, 2), "block", steps=2), faults, tmp_path)
     assert found[0].incidents[0] == ("peer_group", (1, 3), surface, 2), found[0].sentences
     statuses = {each.status for each in found[3].records if each.surface == surface and each.step == 2}
     assert statuses == {"inconclusive"}

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -34,21 +36,18 @@ def names_exactly(run_dir: Path, rank: int) -> None:
 
 
 @pytest.mark.parametrize("seed", REPEATS)
-def test_late_to_an_all_reduce(tmp_path: Path, seed: int):
-    generator = random.Random(seed)
-    rank, place = (
-        generator.randrange(RANKS),
-        generator.choice(["step", "1/forward", "2/forward", "3/backward"]),
-    )
-    run_ranks(ddp_job, RANKS, tmp_path, stall(generator, rank, place), timeout=120)
-    names_exactly(tmp_path, rank)
-
-
-@pytest.mark.parametrize("seed", REPEATS)
-def test_stalled_input(tmp_path: Path, seed: int):
-    generator = random.Random(100 + seed)
-    rank = generator.randrange(RANKS)
-    run_ranks(ddp_job, RANKS, tmp_path, stall(generator, rank, "input"), timeout=120)
+@pytest.mark.parametrize(
+    ("job", "first", "places"),
+    [
+        pytest.param(ddp_job, 0, ["step", "1/forward", "2/forward", "3/backward"], id="all-reduce"),
+        pytest.param(ddp_job, 100, ["input"], id="input"),
+        pytest.param(fsdp_job, 300, ["0/forward", "1/forward", "2/forward", "3/forward"], id="all-gather"),
+    ],
+)
+def test_a_late_rank(tmp_path: Path, job: Callable[..., Any], first: int, places: list[str], seed: int):
+    generator = random.Random(first + seed)
+    rank, place = generator.randrange(RANKS), generator.choice(places)
+    run_ranks(job, RANKS, tmp_path, stall(generator, rank, place), timeout=120)
     names_exactly(tmp_path, rank)
 
 
@@ -60,17 +59,6 @@ def test_another_collective(tmp_path: Path, seed: int):
     faults = FaultPlan().change_collective(rank=rank, step=FAULTY_STEP, what=what, **TRAINING)
     with suppress(RankError):
         run_ranks(communicating_job, RANKS, tmp_path, faults, hidden, timeout=120)
-    names_exactly(tmp_path, rank)
-
-
-@pytest.mark.parametrize("seed", REPEATS)
-def test_missing_in_an_all_gather(tmp_path: Path, seed: int):
-    generator = random.Random(300 + seed)
-    rank, place = (
-        generator.randrange(RANKS),
-        generator.choice(["0/forward", "1/forward", "2/forward", "3/forward"]),
-    )
-    run_ranks(fsdp_job, RANKS, tmp_path, stall(generator, rank, place), timeout=120)
     names_exactly(tmp_path, rank)
 
 

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.mixture_jobs import Outcome, Trial, train
+from tests.support.mixture_jobs import Trial, train
 from tests.support.ranks import run_ranks
+from tests.support.replay_results import with_and_without
 from torchscout.config import ReplayConfig
 from torchscout.decision.records.record import Scope
 from torchscout.faults.plan import FaultPlan
@@ -35,12 +36,6 @@ EVERYTHING = Trial(4, 2, uneven=1.0, steps=10)
 SIX = Trial(6, 2, steps=4)
 
 
-def with_and_without(rank: int, trial: Trial, run_dir: Path) -> tuple[bool, Outcome]:
-    alone = train(rank, trial, None)
-    checked = train(rank, trial, run_dir)
-    return alone.bits == checked.bits, checked
-
-
 @pytest.mark.parametrize(
     "trial",
     [
@@ -51,7 +46,7 @@ def with_and_without(rank: int, trial: Trial, run_dir: Path) -> tuple[bool, Outc
     ids=lambda each: f"{each.ranks} ranks, {each.spread} share the experts",
 )
 def test_uneven_routing_is_no_fault_and_training_is_bitwise_the_same(trial: Trial, tmp_path: Path):
-    everybody = run_ranks(with_and_without, trial.ranks, trial, tmp_path, timeout=600)
+    everybody = run_ranks(with_and_without, trial.ranks, train, trial, tmp_path, timeout=600)
     for same, result in everybody:
         assert same
         assert ([each.sentence for each in result.incidents], result.failures) == ([], [])

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from tests.support import restless_layers
 from tests.support.ranks import run_ranks
 from tests.support.replay_jobs import Job, bytes_of, records
-from tests.support.replayed_job import REPLAY, batch
-from tests.support.restless_layers import net_of
+from tests.support.replayed_job import REPLAY, Block, Net, loss_of
 from torchscout.attach import enable_resiliency
 from torchscout.config import ReplayConfig
 from torchscout.decision.records.record import EvidenceRecord, Manifestation
@@ -24,6 +24,71 @@ from torchscout.faults.plan import FaultPlan
 STEPS = 16
 EVERY_STEP = ReplayConfig(interval=1, records="all")
 SLOW = pytest.mark.slow
+
+
+def _drawn() -> float:
+    """Draw from 0 to 1 with a source that no seed controls."""
+    return int.from_bytes(os.urandom(4), "little") / 2**32
+
+
+class _Noise(torch.autograd.Function):
+    """Change the last bits of the gradient now and then, as a sum in uncontrolled order does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, rate: float) -> torch.Tensor:
+        ctx.rate = rate
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return (gradient * (1 + 1e-5 * _drawn()) if _drawn() < ctx.rate else gradient), None
+
+
+class _Put(torch.autograd.Function):
+    """Use ``put_``, which has no deterministic version on any device; its result here repeats anyway."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, passed: str) -> torch.Tensor:
+        ctx.passed = passed
+        return _put(x) if passed == "forward" else x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return (_put(gradient) if ctx.passed == "backward" else gradient), None
+
+
+def _put(x: torch.Tensor) -> torch.Tensor:
+    attempts.append(torch.is_deterministic_algorithms_warn_only_enabled())
+    return torch.zeros_like(x).put_(torch.arange(x.numel(), device=x.device), x)
+
+
+attempts: list[bool] = []
+"""Every call of ``put_`` in this process, and whether it may only have warned."""
+
+
+class RestlessBlock(Block):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(KINDS[self.kind](x))
+
+
+KINDS = {
+    "always": lambda x: _Noise.apply(x, 1.0),
+    "often": lambda x: _Noise.apply(x, 0.3),
+    "rarely": lambda x: _Noise.apply(x, 0.03),
+    "put_forward": lambda x: _Put.apply(x, "forward"),
+    "put_backward": lambda x: _Put.apply(x, "backward"),
+}
+
+
+def net_of(kind: str) -> nn.Module:
+    torch.manual_seed(0)
+    net = Net()
+    net.stack = nn.ModuleList([RestlessBlock(kind), RestlessBlock(kind)])
+    return net
 
 
 @dataclass(frozen=True)
@@ -49,7 +114,7 @@ class Found:
 def trained(
     rank: int, kind: str, run_dir: Path, config: ReplayConfig | None, faults: FaultPlan, steps: int
 ) -> Found:
-    restless_layers.attempts.clear()
+    attempts.clear()
     job = Job(rank, net_of(kind))
     with Injector(faults, rank, job.net, job.optimizer) as injector, job.attach(run_dir, config) as session:
         job.train(steps)
@@ -65,7 +130,7 @@ def trained(
             dict(session.status()["replay"]),
             session.certified_step,
             bytes_of(job.net.parameters()),
-            list(restless_layers.attempts),
+            list(attempts),
             (
                 torch.are_deterministic_algorithms_enabled(),
                 torch.is_deterministic_algorithms_warn_only_enabled(),
@@ -171,13 +236,12 @@ def sharded(rank: int, kind: str, run_dir: Path) -> Found:
     for block in net.stack:
         fully_shard(block)
     fully_shard(net)
-    restless_layers.attempts.clear()
+    attempts.clear()
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
     with enable_resiliency(net, optimizer, replay=EVERY_STEP, observer=None, run_dir=run_dir) as session:
         for step in range(1, 7):
-            tokens, targets = batch(step, rank)
             optimizer.zero_grad()
-            torch.nn.functional.cross_entropy(net(tokens).flatten(0, 1), targets.flatten()).backward()
+            loss_of(net, step, rank).backward()
             optimizer.step()
         torch.distributed.barrier()
         assert session.failures == []
@@ -188,7 +252,7 @@ def sharded(rank: int, kind: str, run_dir: Path) -> Found:
             dict(session.status()["replay"]),
             session.certified_step,
             b"",
-            list(restless_layers.attempts),
+            list(attempts),
             (False, False),
         )
 

@@ -9,35 +9,14 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from tests.support.ranks import run_ranks
-from tests.support.replay_results import Result
+from tests.support.replay_results import UPDATES, faulty, layers_of, with_and_without
 from tests.support.replayed_job import REPLAY
 from tests.support.tensor_jobs import Trial, train
 from torchscout.faults.plan import FaultPlan
 
-PARTS = ("tokens", "stack.0", "stack.1", "head")
-GRADIENTS = {
-    f"stack.{place}.{name}.grad"
-    for place in (0, 1)
-    for name in ("norm/weight", "norm/bias", "up/weight", "up/bias", "down/weight", "down/bias")
-}
-LAYERS = {
-    *(f"{part}/{what}" for part in PARTS for what in ("input", "parameters", "output")),
-    *("stack.0/grad_input", "stack.1/grad_input", "head/grad_input"),
-    *GRADIENTS,
-    *("tokens/weight.grad", "head/weight.grad", "head/bias.grad"),
-}
-UPDATES = {
-    f"optimizer/{what}"
-    for what in ("input", "param", "slot.exp_avg", "slot.exp_avg_sq", "slot.step", "update", "reproduced")
-}
+LAYERS = layers_of("up")
 COPIES = {"state/parameters", "state/optimizer"}
 SLOW = pytest.mark.slow
-
-
-def with_and_without(rank: int, trial: Trial, run_dir: Path) -> tuple[bool, Result]:
-    alone = train(rank, trial, None)
-    checked = train(rank, trial, run_dir)
-    return alone.bits == checked.bits, checked
 
 
 @pytest.mark.parametrize(
@@ -64,7 +43,7 @@ def with_and_without(rank: int, trial: Trial, run_dir: Path) -> tuple[bool, Resu
 def test_training_is_bitwise_the_same_and_everything_is_checked(trial: Trial, tmp_path: Path):
     has_copies = not trial.sharded or len(trial.shape) == 3
     state = COPIES if has_copies else {"state/owned"}
-    for same, found in run_ranks(with_and_without, trial.ranks, trial, tmp_path, timeout=300):
+    for same, found in run_ranks(with_and_without, trial.ranks, train, trial, tmp_path, timeout=300):
         assert same
         assert (found.failures, found.sentences, found.unchecked) == ([], [], set())
         assert found.agreed == LAYERS | UPDATES | state | {"process_groups/received"}
@@ -83,13 +62,6 @@ def test_the_source_computes_again_what_it_computed_in_training(style: str, tmp_
         assert found.echoes == {"output": again, "gradient": again}
 
 
-def faulty(trial: Trial, faults: FaultPlan, run_dir: Path) -> list[Result]:
-    found = run_ranks(train, trial.ranks, trial, run_dir, faults, timeout=120)
-    assert sum(each.fired for each in found) >= 1
-    assert [each.failures for each in found] == [[]] * trial.ranks
-    return found
-
-
 FAULTS = [
     ("stack.1/output", REPLAY, "stack.1/output"),
     pytest.param("stack.1/grad_input", REPLAY, "stack.1/grad_input", marks=SLOW),
@@ -106,7 +78,7 @@ FAULTS = [
 @pytest.mark.parametrize(("at", "calls", "surface"), FAULTS)
 def test_a_wrong_number_names_the_rank(at: str, calls: range, surface: str, style: str, tmp_path: Path):
     faults = FaultPlan().flip_bit(rank=3, at=at, step=2, bit=20, calls=calls)
-    found = faulty(Trial((3, 2), style, steps=3), faults, tmp_path)
+    found = faulty(train, Trial((3, 2), style, steps=3), faults, tmp_path)
     assert found[0].incidents[0] == ("rank", (3,), surface, 2), found[0].sentences
     assert {ranks for _, ranks, _, _ in found[0].incidents} == {(3,)}, found[0].sentences
 
@@ -114,7 +86,7 @@ def test_a_wrong_number_names_the_rank(at: str, calls: range, surface: str, styl
 @pytest.mark.parametrize("style", ["distributed", pytest.param("plain", marks=SLOW)])
 def test_a_wrong_part_that_partners_add_up_is_one_incident_of_all_of_them(style: str, tmp_path: Path):
     faults = FaultPlan().flip_bit(rank=3, at="stack.1.up/output", step=2, bit=30, calls=REPLAY)
-    found = faulty(Trial((3, 2), style, steps=3), faults, tmp_path)
+    found = faulty(train, Trial((3, 2), style, steps=3), faults, tmp_path)
     assert [each[:2] for each in found[0].incidents] == [("machine", (2, 3))], found[0].sentences
     assert "one of them may have received it from another" in found[0].sentences[0]
 
@@ -125,7 +97,7 @@ def test_a_wrong_part_that_partners_add_up_is_one_incident_of_all_of_them(style:
 )
 def test_two_replicas_differ_as_a_group(at: str, calls: range, surface: str, tmp_path: Path):
     faults = FaultPlan().flip_bit(rank=3, at=at, step=2, bit=20, calls=calls)
-    found = faulty(Trial((2, 2), "distributed", steps=2), faults, tmp_path)
+    found = faulty(train, Trial((2, 2), "distributed", steps=2), faults, tmp_path)
     assert found[0].incidents[0] == ("peer_group", (1, 3), surface, 2), found[0].sentences
     assert {each.status for each in found[3].records if each.surface == surface and each.step == 2} == {
         "inconclusive"
@@ -145,5 +117,5 @@ def test_a_wrong_number_under_fsdp_names_the_rank(
     shape: tuple[int, ...], at: str, calls: range, surface: str, step: int, rank: int, tmp_path: Path
 ):
     faults = FaultPlan().flip_bit(rank=rank, at=at, step=step, bit=20, calls=calls)
-    found = faulty(Trial(shape, "distributed", sharded=True, steps=step), faults, tmp_path)
+    found = faulty(train, Trial(shape, "distributed", sharded=True, steps=step), faults, tmp_path)
     assert found[0].incidents == [("rank", (rank,), surface, step)], found[0].sentences

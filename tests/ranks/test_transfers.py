@@ -3,23 +3,101 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
 
+from tests.support.findings import Findings, all_records, findings_of
 from tests.support.ranks import LiveRanks, run_ranks
-from tests.support.transfer_jobs import Job, Result, answering
+from tests.support.replayed_job import Net, loss_of
+from torchscout.attach import enable_resiliency
 from torchscout.collectives.call import SCOUT_GROUP
 from torchscout.config import BaselineConfig, ReplayConfig
+from torchscout.faults.injector import Injector
 from torchscout.faults.plan import FaultPlan
+from torchscout.mesh import Mesh
 from torchscout.replay.recipes.process_groups import CommunicationLog, GroupUse
 
-REPLICAS, STAGES = Job(replica=2, pipeline=3), Job(replica=3, pipeline=2)
 ONLY = ReplayConfig(interval=1, recipes=("process_groups",), baseline=BaselineConfig(warmup=3))
 SLOW = range(3, 9)
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    replica: int
+    pipeline: int = 1
+    """Stages, each of which trains a model of its own, and passes something on to the next."""
+    faults: FaultPlan = field(default_factory=FaultPlan)
+    steps: int = 6
+    silent: bool = False
+    """Whether nobody says anything: all train on the same."""
+    anyone: bool = False
+    """Whether a stage takes what comes from whoever sends it."""
+    replay: ReplayConfig = ReplayConfig(interval=1)  # noqa: RUF009  frozen
+
+    def mesh(self) -> Mesh:
+        ranks = self.replica * self.pipeline
+        return Mesh.grid(
+            replica=self.replica, pipeline=self.pipeline, hosts=[f"machine-{rank}" for rank in range(ranks)]
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result(Findings):
+    weights: torch.Tensor
+    """All of them, after training."""
+
+
+def answering(rank: int, jobs: Iterator[tuple[Job, Path | None]]) -> Iterator[Result]:
+    for job, run_dir in jobs:
+        yield _train(rank, job, run_dir)
+
+
+def _train(rank: int, job: Job, run_dir: Path | None) -> Result:
+    devices = init_device_mesh("cpu", (job.replica, job.pipeline), mesh_dim_names=("dp", "pp"))
+    stage = rank % job.pipeline
+    torch.manual_seed(stage)
+    net = Net()
+    model = net if job.silent else DistributedDataParallel(net, process_group=devices.get_group("dp"))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    session = None
+    with Injector(job.faults, rank, net, optimizer) as injector:
+        if run_dir is not None:
+            session = enable_resiliency(
+                model,
+                optimizer,
+                replay=all_records(job.replay),
+                observer=None,
+                parallelism=job.mesh(),
+                run_dir=run_dir,
+            )
+        for step in range(1, job.steps + 1):
+            optimizer.zero_grad()
+            loss = loss_of(model, step, 0 if job.silent else rank)
+            loss.backward()
+            if job.pipeline > 1:
+                _pass_on(loss.detach(), devices.get_group("pp"), stage, job)
+            optimizer.step()
+    weights = torch.cat([each.detach().flatten() for each in net.parameters()])
+    found = {} if session is None else findings_of(session)
+    dist.barrier()
+    return Result(weights=weights, fired=len(injector.fired), **found)
+
+
+def _pass_on(value: torch.Tensor, group: dist.ProcessGroup, stage: int, job: Job) -> None:
+    got = torch.empty_like(value)
+    if stage > 0:
+        dist.recv(got, group=group, group_src=None if job.anyone else stage - 1)
+    if stage < job.pipeline - 1:
+        dist.send(value, group=group, group_dst=stage + 1)
+
+
+REPLICAS, STAGES = Job(replica=2, pipeline=3), Job(replica=3, pipeline=2)
 
 
 @pytest.fixture(scope="module")
@@ -55,32 +133,30 @@ def test_every_group_of_training_is_tried_and_training_is_the_same(six: LiveRank
         }
 
 
-def test_slow_gradients_name_their_replicas_among_those_of_other_stages(six: LiveRanks, tmp_path: Path):
-    job = replace(REPLICAS, faults=slow((1, 4), "all_reduce@mesh_dp", "replica"))
+@pytest.mark.parametrize(
+    ("job", "ranks", "at", "axis", "named"),
+    [
+        pytest.param(REPLICAS, (1, 4), "all_reduce@mesh_dp", "replica", (1, 4), id="replicas of one stage"),
+        pytest.param(STAGES, (2, 3), "send@mesh_pp", "pipeline", (2, 3), id="two stages"),
+        # Rank 3 is a first stage, and has one neighbour: a middle one.
+        pytest.param(REPLICAS, (3,), "send@mesh_pp", "pipeline", (3, 4), id="one link of a long pipeline"),
+    ],
+)
+def test_a_slow_link_names_those_it_connects(
+    six: LiveRanks,
+    job: Job,
+    ranks: tuple[int, ...],
+    at: str,
+    axis: str,
+    named: tuple[int, ...],
+    tmp_path: Path,
+):
+    job = replace(job, faults=slow(ranks, at, axis))
     results = six.ask((job, tmp_path), 60)
-    assert results[1].fired > 4
+    assert results[ranks[0]].fired > 4
     (truth,) = job.faults.truth(job.mesh())
     (incident,) = results[0].incidents
-    assert truth.ranks == (1, 4)
-    assert truth.matches(incident), incident.sentence
-
-
-def test_a_slow_link_between_stages_names_the_two_it_connects(six: LiveRanks, tmp_path: Path):
-    job = replace(STAGES, faults=slow((2, 3), "send@mesh_pp", "pipeline"))
-    results = six.ask((job, tmp_path), 60)
-    assert results[2].fired > 4
-    (truth,) = job.faults.truth(job.mesh())
-    (incident,) = results[0].incidents
-    assert truth.ranks == (2, 3)
-    assert truth.matches(incident), incident.sentence
-
-
-def test_a_slow_link_of_a_long_pipeline_is_one_of_several(six: LiveRanks, tmp_path: Path):
-    # Rank 3 is a first stage, and has one neighbour: a middle one.
-    job = replace(REPLICAS, faults=slow((3,), "send@mesh_pp", "pipeline"))
-    (incident,) = six.ask((job, tmp_path), 60)[0].incidents
-    (truth,) = job.faults.truth(job.mesh())
-    assert truth.ranks == (3, 4)
+    assert truth.ranks == named
     assert truth.matches(incident), incident.sentence
 
 

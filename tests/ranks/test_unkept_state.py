@@ -10,7 +10,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.support.ranks import run_ranks
-from tests.support.replayed_job import Net, batch
+from tests.support.replayed_job import Net, loss_of
 from torchscout.attach import enable_resiliency
 from torchscout.config import CheckpointConfig, ReplayConfig
 
@@ -53,9 +53,8 @@ def train(rank: int, kind: type[Moody], steps: int, run_dir: Path) -> tuple[int,
     for step in range(session.step + 1, steps + 1):
         if kind is MoodyLoader:
             moody.step = step
-        tokens, targets = batch(step, rank)
         optimizer.zero_grad()
-        torch.nn.functional.cross_entropy(model(tokens).flatten(0, 1), targets.flatten()).backward()
+        loss_of(model, step, rank).backward()
         optimizer.step()
         moody.step = step
     session.close()

@@ -8,8 +8,6 @@ import torch
 import triton
 import triton.language as tl
 
-__all__ = ["AtomicBias"]
-
 
 @triton.jit
 def _sum_rows(rows, into, width, block: tl.constexpr):

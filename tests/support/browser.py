@@ -13,8 +13,6 @@ from typing import Any
 
 import pytest
 
-__all__ = ["chromium", "watched"]
-
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium")
 if CHROMIUM is None:

@@ -11,8 +11,6 @@ import torch
 from torchscout.collectives.call import Call, Group, Splits
 from torchscout.collectives.interceptor import Pending
 
-__all__ = ["CallRecorder", "RecordedCall"]
-
 
 @dataclass(frozen=True)
 class RecordedCall:

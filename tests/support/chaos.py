@@ -29,8 +29,6 @@ from torchscout.faults.storage import fill_file_system
 from torchscout.observer.spec import hub_ranks
 from torchscout.utils.procfs import is_running
 
-__all__ = ["DISTURBANCES", "Chaos", "ended", "launched", "steps_of"]
-
 _HOUR = 3600
 _OBSERVER, _LISTENER = "torchscout.observer.process", "torchscout.utils.listener"
 _LAUNCHER = "tests.support.chaos_job"

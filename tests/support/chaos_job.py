@@ -38,8 +38,6 @@ from torchscout.attach import enable_resiliency
 from torchscout.config import CheckpointConfig, ObserverConfig, ReplayConfig
 from torchscout.session.session import Session
 
-__all__ = ["INTERVAL", "Life", "alone"]
-
 INTERVAL = 4
 _LOOK = 4
 """Steps from one look at ``status`` to the next."""

@@ -44,8 +44,6 @@ from torchscout.faults.storage import block_ledger, fill_file_system, lose_folde
 from torchscout.session.checkpoints.resumption import Resumption
 from torchscout.session.session import Session
 
-__all__ = ["KINDS", "KillPlan", "Plan", "Result", "kill", "killed_from_outside", "reached", "train"]
-
 ACCUMULATED = 2
 """Batches of a step."""
 

@@ -16,8 +16,6 @@ from torchscout.checkpoint.storage import shards
 from torchscout.checkpoint.trust import ledger
 from torchscout.checkpoint.trust.generation import Generation
 
-__all__ = ["History", "newest_complete", "whole"]
-
 
 def newest_complete(folders: Sequence[Path], ranks: int) -> int:
     """The step of the newest that all have certified and of which each state is there; 0 if there is none."""

@@ -24,8 +24,6 @@ from torchscout.faults.injector import Injector
 from torchscout.faults.plan import FaultPlan
 from torchscout.log import show_by_default
 
-__all__ = ["WAYS", "Compilations", "Way", "compiled_job", "frames_compiled", "with_and_without"]
-
 
 class Compilations:
     """A backend that counts how often it is used, for graphs of forward passes."""

@@ -6,7 +6,6 @@ import hashlib
 import io
 import logging
 import os
-import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,26 +15,86 @@ import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
+from deepspeed.module_inject.layers import set_autotp_mode
 from deepspeed.moe.sharded_moe import MOELayer
+from deepspeed.utils import groups
+from torch.distributed import distributed_c10d
 
-from tests.support.all_records import all_records
 from tests.support.checkpoint_jobs import Loader, kill
 from tests.support.deepspeed_models import ACCUMULATED, KINDS, Work, quiet
-from tests.support.deepspeed_places import Places, ours, theirs, tidy_up
-from tests.support.findings import Findings
+from tests.support.findings import Findings, all_records, findings_of
+from torchscout.adapters.deepspeed import DeepSpeedAdapter
 from torchscout.attach import enable_resiliency
+from torchscout.collectives.call import SCOUT_GROUP
 from torchscout.config import CheckpointConfig, ObserverConfig, ReplayConfig
-from torchscout.decision.records.record import EvidenceRecord
-from torchscout.decision.records.recorder import read
 from torchscout.errors import ScoutError
 from torchscout.faults.effects import FlipBit
 from torchscout.faults.injector import Injector
 from torchscout.faults.plan import FaultPlan
 from torchscout.log import log
-from torchscout.mesh import Mesh
+from torchscout.mesh import LayerKind, Mesh
 from torchscout.session.checkpoints.resumption import Resumption
 from torchscout.session.session import Session
 from torchscout.testing.local_ranks import preload
+
+_SPREADS = {"mixture": 2, "uneven": 2, "one_each": 4}
+"""Over how many ranks experts are, by kind."""
+_LINEAR = torch.nn.functional.linear
+Places = dict[str, list[int]]
+"""Who is along which axis of this rank's; ``holders`` have the same experts."""
+
+
+def theirs(kind: str, engine: Any) -> Places:
+    """Of process groups that DeepSpeed communicates in."""
+    found = {"replica": engine.seq_data_parallel_group}
+    if kind == "pipeline":
+        found = {
+            "replica": engine.grid.get_data_parallel_group(),
+            "pipeline": engine.grid.get_pipe_parallel_group(),
+        }
+    if kind == "ulysses":
+        found = {
+            "replica": groups._get_data_parallel_group(),
+            "context": groups._get_sequence_parallel_group(),
+        }
+    if kind == "tensor":
+        found = {
+            "replica": groups.get_data_parallel_group(),
+            "tensor": groups.get_tensor_model_parallel_group(),
+        }
+    if kind in _SPREADS:
+        name = f"ep_size_{_SPREADS[kind]}"
+        found |= {
+            "expert": groups._get_expert_parallel_group(name),
+            "holders": groups._get_expert_data_parallel_group(name),
+        }
+    return {axis: sorted(dist.get_process_group_ranks(group)) for axis, group in found.items()}
+
+
+def ours(kind: str, engine: Any) -> Places:
+    rank, mesh = dist.get_rank(), DeepSpeedAdapter(engine, None).mesh(["here"] * dist.get_world_size())
+    data = "shard" if engine.zero_optimization_stage() == 3 else "replica"
+    axes = {"pipeline": ["pipeline"], "ulysses": ["context"], "tensor": ["tensor"]}.get(kind, [])
+    found = {"replica": mesh.ranks_along(data, rank, LayerKind.DENSE)}
+    found |= {axis: mesh.ranks_along(axis, rank, LayerKind.DENSE) for axis in axes}
+    if kind in _SPREADS:
+        found["expert"] = mesh.ranks_along("expert", rank, LayerKind.EXPERT)
+        found["holders"] = mesh.ranks_along("replica", rank, LayerKind.EXPERT)
+    return {axis: sorted(ranks) for axis, ranks in found.items()}
+
+
+def tidy_up() -> None:
+    """Let another engine begin as if it were the first of this process."""
+    deepspeed.checkpointing.get_cuda_rng_tracker().reset()
+    set_autotp_mode(training=False)
+    torch.nn.functional.linear = _LINEAR  # in whose place ZeRO 3 leaves one that adds up in another order
+    groups._release_process_group_references()
+    # PyTorch names a group that only its members make after the number of groups they are in already: ranks
+    # that were of different stages would not find each other in the next trial.
+    for group in [*distributed_c10d._world.pg_map]:
+        if group is not dist.group.WORLD and group.group_desc != SCOUT_GROUP:
+            dist.destroy_process_group(group)
+
 
 preload("deepspeed")
 
@@ -82,8 +141,6 @@ class Result(Findings):
     bits: dict[int, str]
     """All that training leaves behind on it, after each step."""
     resumed: Resumption | None = None
-    attaching: float = 0.0
-    """Seconds."""
     places: Places = field(default_factory=dict)
     """Who SCOUT thinks is along which axis."""
     groups: Places = field(default_factory=dict)
@@ -170,9 +227,7 @@ def train(rank: int, plan: Plan) -> Result:
         _miscalculate(engine)
     try:
         with Injector(plan.faults, rank, engine.module, Boundary(engine), log=plan.log) as injector:
-            began = time.monotonic()
             session = attached(plan, engine)
-            found = replace(found, attaching=time.monotonic() - began)
             if session is not None and plan.directory is not None:
                 session.register_state("loader", loader)
                 found = replace(found, resumed=session.resume())
@@ -184,7 +239,8 @@ def train(rank: int, plan: Plan) -> Result:
                 found.scales[step] = scale_of(engine)
             assert engine.global_steps == plan.steps
             found.routed.extend(routed_in(engine.module))
-        return with_findings(plan, rank, session, replace(found, fired=len(injector.fired)))
+        found = replace(found, fired=len(injector.fired))
+        return found if session is None else replace(found, **findings_of(session))
     finally:
         if session is not None:
             session.close()
@@ -238,23 +294,6 @@ def attached(plan: Plan, engine: Any) -> Session | None:
         checkpoint=kept,
         parallelism=plan.mesh,
         run_dir=plan.run_dir,
-    )
-
-
-def with_findings(plan: Plan, rank: int, session: Session | None, so_far: Result) -> Result:
-    if session is None or plan.run_dir is None:
-        return so_far
-    dist.barrier()  # whoever is to write an incident down has done so
-    incidents, status = session.incidents, dict(session.status())
-    session.close()
-    path = plan.run_dir / "records" / f"rank-{rank}.jsonl"
-    lines = [line.item for line in read(path)] if path.exists() else []
-    return replace(
-        so_far,
-        records=[each for each in lines if isinstance(each, EvidenceRecord)],
-        incidents=list(incidents),
-        failures=list(session.failures),
-        status=status,
     )
 
 

@@ -22,8 +22,6 @@ from torchscout.decision.records.summary import SummaryRecorder
 from torchscout.mesh import AXES, Mesh
 from torchscout.observer.record.directory import RankEntry
 
-__all__ = ["write_example_run"]
-
 CORRUPT, SLOW, HUNG = 5, 10, 6
 STACK = """Thread 0x00007f1 (most recent call first):
   File "/job/data/tokens.py", line 88 in read_shard

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
+from torchscout.config import ReplayConfig
 from torchscout.decision.records.record import EvidenceRecord, Incident, Manifestation
 from torchscout.decision.records.recorder import Stamped, read
 from torchscout.session.session import Session
-
-__all__ = ["Findings", "evidence_of", "findings_of"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,3 +56,8 @@ def findings_of(session: Session) -> dict[str, Any]:
     session.close()
     records = evidence_of(session.run_dir, dist.get_rank())
     return {"records": records, "incidents": incidents, "failures": list(session.failures), "status": status}
+
+
+def all_records(replay: ReplayConfig | None) -> ReplayConfig | None:
+    """Return the same settings, with every comparison recorded."""
+    return None if replay is None else replace(replay, records="all")

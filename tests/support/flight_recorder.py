@@ -9,8 +9,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Recorders", "write_json", "write_pickles"]
-
 WORLD = ("0", "default_pg")
 _SECOND = 1_000_000_000
 _EPOCH = 1_700_000_000 * _SECOND

@@ -13,8 +13,6 @@ from torch import nn
 
 from tests.support.graphed_jobs import Graphed
 
-__all__ = ["Float8Linear", "Float8Net", "Held"]
-
 HISTORY, LARGEST = 4, torch.finfo(torch.float8_e4m3fn).max
 
 

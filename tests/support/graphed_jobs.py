@@ -16,9 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.support.all_records import all_records
 from tests.support.checkpoint_jobs import kill
-from tests.support.findings import Findings, findings_of
+from tests.support.findings import Findings, all_records, findings_of
 from tests.support.nccl_ranks import UNEVEN
 from tests.support.replay_jobs import bytes_of
 from tests.support.replayed_job import Net, batch, device
@@ -27,8 +26,6 @@ from torchscout.config import CheckpointConfig, ObserverConfig, Parallelism, Rep
 from torchscout.faults.injector import Injector
 from torchscout.faults.plan import FaultPlan
 from torchscout.session.session import Session
-
-__all__ = ["STEPS", "WARM", "Graphed", "Trial", "train"]
 
 STEPS, WARM = 8, 2
 """Steps, and how many of them are eager."""

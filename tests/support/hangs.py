@@ -16,18 +16,6 @@ from torchscout.decision.records import recorder
 from torchscout.decision.records.record import Incident, Resolved
 from torchscout.decision.records.recorder import Stamped
 
-__all__ = [
-    "QUICK",
-    "STALL",
-    "STEPS",
-    "Net",
-    "give_up_soon",
-    "incidents",
-    "resolutions",
-    "steps",
-    "wait_for_incident",
-]
-
 QUICK = ObserverConfig(
     min_silence_seconds=1.0,
     silence_multiple=1.5,

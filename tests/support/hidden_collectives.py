@@ -15,13 +15,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.support.call_recorder import CallRecorder
-from tests.support.replayed_job import Block, Net, batch, device
+from tests.support.replayed_job import Block, Net, device, loss_of
 from torchscout.attach import enable_resiliency
 from torchscout.collectives.interceptor import listen
 from torchscout.config import ReplayConfig
 from torchscout.decision.records.record import Incident
-
-__all__ = ["HIDING", "Seen", "hiding_training"]
 
 
 def reduce(x: torch.Tensor) -> None:
@@ -196,9 +194,8 @@ def _train(rank: int, hiding: Hiding, steps: int, config: ReplayConfig | None, r
     recorder = CallRecorder()
     with listen(recorder):
         for step in range(1, steps + 1):
-            tokens, targets = batch(step, rank)
             optimizer.zero_grad()
-            torch.nn.functional.cross_entropy(model(tokens).flatten(0, 1), targets.flatten()).backward()
+            loss_of(model, step, rank).backward()
             optimizer.step()
     collectives = [each.operation for each in recorder.calls if not each.group.is_scouts]
     bits = b"".join(each.detach().cpu().numpy().tobytes() for each in net.parameters())

@@ -28,9 +28,8 @@ from transformers import (
     TrainingArguments,
 )
 
-from tests.support.all_records import all_records
 from tests.support.checkpoint_jobs import kill
-from tests.support.findings import Findings, findings_of
+from tests.support.findings import Findings, all_records, findings_of
 from torchscout.attach import enable_resiliency
 from torchscout.config import CheckpointConfig, ObserverConfig, ReplayConfig
 from torchscout.faults.injector import Injector

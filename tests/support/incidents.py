@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from torchscout.decision.records.record import Action, EvidenceRecord, Incident, Scope
 
-__all__ = ["incident_from"]
-
 
 def incident_from(
     record: EvidenceRecord,

@@ -22,8 +22,6 @@ from torchscout.decision.records.summary import SummaryRecorder
 from torchscout.mesh import AXES, Mesh
 from torchscout.observer.record.directory import End, RankEntry
 
-__all__ = ["HUNG", "LARGE", "SLOW", "write_large_run"]
-
 LARGE = 16_384
 HUNG, SLOW = 9_001, 12_345
 LAYERS = 4

@@ -8,8 +8,6 @@ from tests.support.findings import Findings
 from torchscout.config import BaselineConfig, ReplayConfig
 from torchscout.faults.plan import FaultPlan
 
-__all__ = ["ALL", "REMEMBERED", "is_named", "is_the_jobs", "slow"]
-
 ALL = tuple(range(6))
 """Of two groups that differ both are named; in these jobs they are all there is."""
 REMEMBERED = ReplayConfig(interval=1, recipes=("process_groups",), baseline=BaselineConfig(warmup=3))

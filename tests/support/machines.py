@@ -18,8 +18,6 @@ from pathlib import Path
 
 from tests.support.small_job import until
 
-__all__ = ["INTERFACE", "OTHER_INTERFACE", "Machine", "machines", "why_impossible"]
-
 INTERFACE, OTHER_INTERFACE = "eth0", "eth1"
 """Of every machine, to the switch."""
 _NAMESPACES = ["--net", "--uts", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]

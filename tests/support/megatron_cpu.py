@@ -17,8 +17,6 @@ import torch._dynamo
 import torch.cuda.random
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["work_around"]
-
 _CPU = torch.device("cpu")
 
 

@@ -16,16 +16,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from tests.support.all_records import all_records
-from tests.support.findings import Findings, findings_of
+from tests.support.findings import Findings, all_records, findings_of
 from tests.support.megatron_models import Job, Trial, build, called, inner, leave, one_step
 from torchscout.config import CheckpointConfig
 from torchscout.faults.effects import FlipBit
 from torchscout.faults.injector import Injector
 from torchscout.mesh import LayerKind, Mesh
 from torchscout.session.checkpoints.resumption import Resumption
-
-__all__ = ["Result", "Trial", "answering", "train"]
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,6 @@ from torchscout.config import ObserverConfig, ReplayConfig
 from torchscout.faults.plan import FaultPlan
 from torchscout.testing.local_ranks import preload
 
-__all__ = ["Job", "Trial", "build", "called", "inner", "leave", "one_step"]
-
 preload(
     "megatron.core.models.gpt.gpt_layer_specs",
     "megatron.core.models.gpt.gpt_model",

@@ -11,8 +11,6 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 
-__all__ = ["spec_of"]
-
 
 class Norm:
     """A plain norm whose parameters say that sequence parallelism leaves them parts of gradients."""

@@ -12,11 +12,9 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.support.all_records import all_records
-from tests.support.findings import Findings
+from tests.support.findings import Findings, all_records, findings_of
 from torchscout.attach import enable_resiliency
 from torchscout.config import CheckpointConfig, ReplayConfig
-from torchscout.decision.records.recorder import read
 from torchscout.faults.injector import Injector
 from torchscout.faults.plan import FaultPlan
 from torchscout.mesh import Mesh
@@ -114,12 +112,7 @@ def train(rank: int, trial: Trial, run_dir: Path | None) -> Outcome:
     bits = b"".join(each.detach().numpy().tobytes() for each in state)
     fired = len(injector.fired) + sum(each.fired for each in watched)
     routed = [counts for each in watched for counts in each.routed]
-    if session is None or run_dir is None:
-        return Outcome(bits, routed, fired=fired)
-    incidents, failures, status = session.incidents, list(session.failures), dict(session.status())
-    session.close()
-    records = [line.item for line in read(run_dir / "records" / f"rank-{rank}.jsonl")]
-    found = {"records": records, "incidents": list(incidents), "failures": failures, "status": status}
+    found = {} if session is None else findings_of(session)
     return Outcome(bits, routed, resumed, kept, fired=fired, **found)
 
 

@@ -13,8 +13,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-__all__ = ["MUTANTS", "bytes_mutant", "document_mutant", "text_mutant", "tried"]
-
 MUTANTS = int(os.environ.get("SCOUT_FUZZ", "120"))
 """Inputs of each format."""
 _MOST_BYTES = 64 << 20

@@ -25,18 +25,6 @@ from torchscout.collectives.interceptor import Pending, listen
 from torchscout.config import Parallelism, ReplayConfig
 from torchscout.replay import replayer
 
-__all__ = [
-    "CULPRIT",
-    "STEPS",
-    "STEPS_TO_COME_BACK",
-    "Hang",
-    "Seen",
-    "failing_in_a_check",
-    "has_fired",
-    "late_in_a_check",
-    "train",
-]
-
 CULPRIT, STEPS, FAULTY_STEP = 2, 8, 5
 STEPS_TO_COME_BACK = 16
 """Enough for checks to come back after one has failed, and to certify the last step."""

@@ -22,23 +22,6 @@ from tests.support.ranks import LiveRanks, RankError
 from torchscout.config import BaselineConfig, ObserverConfig, ReplayConfig, StragglerConfig
 from torchscout.decision.records.record import Incident
 
-__all__ = [
-    "CHECKED",
-    "EVERY_STEP",
-    "FAULTY_STEP",
-    "STALL",
-    "STEPS",
-    "UNEVEN",
-    "WATCHED",
-    "NcclRanks",
-    "Seen",
-    "has_named",
-    "is_silent",
-    "needs",
-    "started",
-    "went_on",
-]
-
 STEPS, FAULTY_STEP, STALL = 12, 6, 10.0
 """A stall outlasts the threshold by far, and ends: the job then goes on."""
 # Ranks that share a device do not share it evenly: one of them may really be slower for a while.

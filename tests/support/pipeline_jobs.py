@@ -26,8 +26,6 @@ from torchscout.decision.records.record import EvidenceRecord, Manifestation
 from torchscout.faults.injector import Injector
 from torchscout.faults.plan import FaultPlan
 
-__all__ = ["REPLAY", "Piped", "train"]
-
 MICROBATCHES = 4
 REPLAY = range(MICROBATCHES, MICROBATCHES + 200)
 """The passes of a place within a step that are not training's own, from the second step on."""

@@ -25,8 +25,6 @@ from torch.nn.parallel import DistributedDataParallel
 from tests.support.replayed_job import VOCABULARY, WIDTH, Block
 from torchscout.config import Parallelism
 
-__all__ = ["SCHEDULES", "Layout", "stages_of", "surfaces_on"]
-
 STAGES, LAYERS = 2, 5
 SCHEDULES: dict[str, Any] = {
     "gpipe": ScheduleGPipe,

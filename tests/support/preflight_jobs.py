@@ -17,8 +17,6 @@ from torchscout.preflight.command import Options, leave
 from torchscout.preflight.runner import Preflight
 from torchscout.preflight.workload import Size, Workload
 
-__all__ = ["GEMM", "TINY", "Job", "Result", "run"]
-
 TINY = Size(rows=32, width=32, heads=2, inner=(48,))
 GEMM = "layers.gemm_float32_32x32x48"
 

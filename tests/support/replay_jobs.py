@@ -15,27 +15,13 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
-from tests.support.all_records import all_records
-from tests.support.findings import evidence_of
-from tests.support.replayed_job import Net, batch
+from tests.support.findings import all_records, evidence_of
+from tests.support.replayed_job import Net, loss_of
 from torchscout.attach import enable_resiliency
 from torchscout.config import ReplayConfig
 from torchscout.decision.records.record import EvidenceRecord, Manifestation
 from torchscout.session.session import Session
 from torchscout.utils.reentrancy import in_own_work
-
-__all__ = [
-    "EVERY_STEP",
-    "GridJob",
-    "Job",
-    "bytes_of",
-    "differing",
-    "hooks_of",
-    "in_replay",
-    "reasons",
-    "records",
-    "steps_of",
-]
 
 EVERY_STEP = ReplayConfig(interval=1, records="all")
 
@@ -69,9 +55,7 @@ class Job:
     def forward(self) -> torch.Tensor:
         self.step += 1
         self.optimizer.zero_grad()
-        tokens, targets = batch(self.step, self.rank, length=self.length)
-        logits = self.model(tokens)
-        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        return loss_of(self.model, self.step, self.rank, length=self.length)
 
 
 class GridJob:
@@ -101,9 +85,7 @@ class GridJob:
         for _ in range(steps):
             self.step += 1
             self.optimizer.zero_grad()
-            tokens, targets = batch(self.step, self.axes["replica"].get_local_rank())
-            logits = self.net(tokens)
-            torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()).backward()
+            loss_of(self.net, self.step, self.axes["replica"].get_local_rank()).backward()
             for parameter in self.net.parameters():
                 gradient = parameter.grad
                 local = gradient.to_local() if isinstance(gradient, DTensor) else gradient

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,10 +13,15 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from tests.support.findings import evidence_of
+from tests.support.ranks import run_ranks
 from torchscout.decision.records.record import EvidenceRecord, Manifestation
+from torchscout.faults.plan import FaultPlan
 from torchscout.session.session import Session
 
-__all__ = ["Result", "bits_of", "local_of", "result_of"]
+UPDATES = {
+    f"optimizer/{what}"
+    for what in ("input", "param", "slot.exp_avg", "slot.exp_avg_sq", "slot.step", "update", "reproduced")
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +73,31 @@ def result_of(
         session.failures,
         certified,
     )
+
+
+def layers_of(first: str) -> set[str]:
+    """Return what is compared of a net of two blocks, given the name of a block's first linear layer."""
+    parts, linear = ("tokens", "stack.0", "stack.1", "head"), ("norm", first, "down")
+    return {
+        *(f"{part}/{what}" for part in parts for what in ("input", "parameters", "output")),
+        *("stack.0/grad_input", "stack.1/grad_input", "head/grad_input"),
+        *(f"stack.{n}.{name}/{what}.grad" for n in (0, 1) for name in linear for what in ("weight", "bias")),
+        *("tokens/weight.grad", "head/weight.grad", "head/bias.grad"),
+    }
+
+
+def with_and_without(rank: int, train: Callable[..., Any], trial: Any, run_dir: Path) -> tuple[bool, Any]:
+    """Return whether checks leave all bits as they are, and what the job with checks has found."""
+    alone = train(rank, trial, None)
+    checked = train(rank, trial, run_dir)
+    return alone.bits == checked.bits, checked
+
+
+def faulty(train: Callable[..., Result], trial: Any, faults: FaultPlan, run_dir: Path) -> list[Result]:
+    found = run_ranks(train, trial.ranks, trial, run_dir, faults, timeout=120)
+    assert sum(each.fired for each in found) >= 1
+    assert [each.failures for each in found] == [[]] * trial.ranks
+    return found
 
 
 def bits_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> bytes:

@@ -13,28 +13,17 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.support.all_records import all_records
-from tests.support.findings import evidence_of
+from tests.support.findings import all_records, evidence_of
 from torchscout.attach import enable_resiliency
 from torchscout.config import ReplayConfig
 from torchscout.decision.records.record import EvidenceRecord, Incident, Manifestation
 from torchscout.decision.repeatability import MAX_REPLAYS
+from torchscout.faults.effects import FlipBit
 from torchscout.faults.injector import Firing, Injector
 from torchscout.faults.plan import FaultPlan
-
-__all__ = [
-    "LAYERS",
-    "Found",
-    "Net",
-    "batch",
-    "checked_training",
-    "device",
-    "due_layer",
-    "due_parameter",
-    "mend",
-]
 
 VOCABULARY, WIDTH, LAYERS = 24, 16, 2
 REPLAY = range(1, 1 + 2 * MAX_REPLAYS)
@@ -78,6 +67,12 @@ def batch(step: int, rank: int, *, length: int = 8) -> tuple[torch.Tensor, torch
     generator = torch.Generator().manual_seed(1000 * step + rank)
     tokens = torch.randint(VOCABULARY, (4, length + 1), generator=generator).to(device())
     return tokens[:, :-1], tokens[:, 1:]
+
+
+def loss_of(model: nn.Module, step: int, rank: int, *, length: int = 8) -> torch.Tensor:
+    """Return the loss of a rank's batch at a step."""
+    tokens, targets = batch(step, rank, length=length)
+    return nn.functional.cross_entropy(model(tokens).float().flatten(0, 1), targets.flatten())
 
 
 def due_layer(step: int) -> str:
@@ -125,10 +120,8 @@ def checked_training(
             model, optimizer, replay=all_records(config), observer=None, run_dir=run_dir
         )
         for step in range(1, steps + 1):
-            tokens, targets = batch(step, rank)
             optimizer.zero_grad()
-            logits = model(tokens)
-            torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()).backward()
+            loss_of(model, step, rank).backward()
             optimizer.step()
             if step in healthy:
                 mend(net, optimizer, healthy[step])
@@ -146,3 +139,13 @@ def mend(model: nn.Module, optimizer: torch.optim.Optimizer, source: int) -> Non
     with torch.no_grad():
         for tensor in [*model.parameters(), *slots]:
             dist.broadcast(tensor, source)
+
+
+def flip_in_memory(tensor: torch.Tensor, bit: int) -> bool:
+    """Flip a bit of the local part without PyTorch counting it as a write; return whether it has changed."""
+    local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+    before, version = local.clone(), local._version
+    with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(local):
+        FlipBit(bit).corrupt(local)
+    assert local._version == version
+    return not torch.equal(before, local)

@@ -29,19 +29,6 @@ from torchscout.checkpoint.storage import shards
 from torchscout.config import CheckpointConfig, ReplayConfig
 from torchscout.session.checkpoints.resumption import Resumption
 
-__all__ = [
-    "Job",
-    "Loader",
-    "Outcome",
-    "Schedule",
-    "build",
-    "damage",
-    "load_exported",
-    "model_of",
-    "state_of",
-    "train",
-]
-
 WIDTH, HIDDEN = 3, 10
 
 

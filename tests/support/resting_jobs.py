@@ -8,18 +8,14 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from tests.support.findings import Findings, findings_of
-from tests.support.memory_faults import flip_in_memory
-from tests.support.replayed_job import Net, batch, device
+from tests.support.replayed_job import Net, device, flip_in_memory, loss_of
 from tests.support.sharded_jobs import SHARDINGS
 from torchscout.attach import enable_resiliency
 from torchscout.config import Parallelism, ReplayConfig
-
-__all__ = ["Resting", "resting"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +54,7 @@ def _train(rank: int, job: Resting) -> Findings:
     )
     fired = 0
     for step in range(1, job.steps + 1):
-        tokens, targets = batch(step, 0 if job.layout == "tensor" else rank)
-        loss = nn.functional.cross_entropy(net(tokens).flatten(0, 1), targets.flatten())
+        loss = loss_of(net, step, 0 if job.layout == "tensor" else rank)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

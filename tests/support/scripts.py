@@ -9,8 +9,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-__all__ = ["EXAMPLES", "ROOT", "losses_in", "torchrun"]
-
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 

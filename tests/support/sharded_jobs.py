@@ -13,9 +13,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from tests.support.memory_faults import flip_in_memory
 from tests.support.replay_results import Result, bits_of, result_of
-from tests.support.replayed_job import Net, batch
+from tests.support.replayed_job import Net, flip_in_memory, loss_of
 from torchscout.attach import enable_resiliency
 from torchscout.config import ReplayConfig
 from torchscout.decision.records.record import Manifestation
@@ -136,9 +135,7 @@ def train(
         for step in range(1, steps + 1):
             if step == 3 and at_rest == rank:
                 assert flip_in_memory(next(net.stack[1].parameters()), 3)
-            tokens, targets = batch(step, rank)
-            logits = net(tokens)
-            loss = nn.functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+            loss = loss_of(net, step, rank)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()

@@ -21,8 +21,6 @@ import torch.distributed as dist
 from tests.support.checkpoint_jobs import Plan, Result, train
 from tests.support.machines import INTERFACE, Machine
 
-__all__ = ["outcomes", "spread", "started", "trainers"]
-
 _MODULE = "tests.support.spread_checkpoints"
 
 

@@ -20,8 +20,6 @@ from torchscout.checkpoint.storage.encoding import bytes_of, dtype_named, fill, 
 from torchscout.checkpoint.storage.shard_format import Blob, ShardIdentity, decode, encode
 from torchscout.checkpoint.trust.generation import Generation, TrustLevel
 
-__all__ = ["Job", "all_bits", "blob_of", "identity", "interrupted", "save", "through_bytes"]
-
 
 def identity(step: int = 1, *, rank: int = 0, world_size: int = 1) -> ShardIdentity:
     return ShardIdentity(

@@ -27,7 +27,7 @@ from torch.distributed.tensor.parallel import (
 
 from tests.support.replay_jobs import EVERY_STEP
 from tests.support.replay_results import Result, bits_of, local_of, result_of
-from tests.support.replayed_job import Net, batch
+from tests.support.replayed_job import Net, loss_of
 from torchscout.attach import enable_resiliency
 from torchscout.faults.injector import Injector
 from torchscout.faults.plan import FaultPlan
@@ -161,11 +161,9 @@ def train(rank: int, trial: Trial, run_dir: Path | None, faults: FaultPlan = Fau
             run_dir=run_dir,
         )
         for step in range(1, trial.steps + 1):
-            tokens, targets = batch(step, rank // trial.shape[-1])
             optimizer.zero_grad()
             with loss_parallel() if trial.style == "distributed" else nullcontext():
-                logits = net(tokens)
-                nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()).backward()
+                loss_of(net, step, rank // trial.shape[-1]).backward()
             if not trial.sharded:
                 average(net, data.get_group())
             optimizer.step()

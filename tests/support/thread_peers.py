@@ -13,8 +13,6 @@ from torchscout.decision.consensus.channel import PeerChannel, ThreadChannel
 from torchscout.decision.consensus.tree import TreeChannel, groups_of
 from torchscout.mesh import Axis, PeerGroup
 
-__all__ = ["CountedChannel", "ThreadPeers", "on_threads", "tree_of_threads"]
-
 _End = TypeVar("_End")
 
 

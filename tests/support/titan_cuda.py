@@ -17,8 +17,6 @@ from typing import Any
 import torch.distributed as dist
 import torch.distributed.fsdp
 
-__all__ = ["prepare"]
-
 
 @dataclass(frozen=True)
 class _MeshDims:

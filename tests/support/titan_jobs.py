@@ -23,8 +23,7 @@ if os.environ.get("TITAN_DEVICE", "cpu") == "cpu":
     from tests.support import titan_cpu as stand_ins
 else:
     from tests.support import titan_cuda as stand_ins
-from tests.support.all_records import all_records
-from tests.support.findings import Findings
+from tests.support.findings import Findings, all_records, findings_of
 
 # isort: split
 import pytest
@@ -48,8 +47,6 @@ from torchscout.attach import enable_resiliency
 from torchscout.collectives.call import SCOUT_GROUP, Call
 from torchscout.collectives.interceptor import listen
 from torchscout.config import CheckpointConfig, ObserverConfig, ReplayConfig
-from torchscout.decision.records.record import EvidenceRecord
-from torchscout.decision.records.recorder import read
 from torchscout.errors import ScoutError
 from torchscout.faults.effects import FlipBit
 from torchscout.faults.injector import Injector
@@ -117,7 +114,6 @@ class Outcome(Findings):
     """The step it went on from."""
     uneven: int = 0
     """How often this rank sent the others different numbers of rows."""
-    attach_seconds: float = 0.0
 
     @property
     def found(self) -> set[tuple[str, str, tuple[int, ...]]]:
@@ -209,9 +205,7 @@ def train(rank: int, trial: Trial, folder: Path | None) -> Outcome:
     adapter = TorchTitanAdapter(trainer)
     last, rows = [*trainer.optimizers][-1], _Rows()
     with Injector(trial.faults, rank, adapter.model, last, log=trial.log) as injector, listen(rows):
-        begin = time.perf_counter()
         session = None if folder is None else _attach(trial, trainer, folder)
-        seconds = time.perf_counter() - begin
         resumed = trainer.step
         if trial.spoiled is not None and trial.spoiled[0] == rank:
             _spoil_after(trainer, *trial.spoiled[1:])
@@ -226,10 +220,8 @@ def train(rank: int, trial: Trial, folder: Path | None) -> Outcome:
         fired=len(injector.fired),
         resumed=resumed,
         uneven=rows.uneven,
-        attach_seconds=seconds,
+        **({} if session is None else findings_of(session)),
     )
-    if session is not None:
-        _tell(result, session, rank)
     _leave(trainer)
     return result
 
@@ -262,17 +254,6 @@ class _Rows:
         self.uneven += call.splits is not None and len({*call.splits.sent}) > 1
 
     def issued(self, *_: Any) -> None: ...
-
-
-def _tell(result: Outcome, session: Session, rank: int) -> None:
-    dist.barrier()  # whoever is to write an incident down has done so
-    result.incidents.extend(session.incidents)
-    result.status.update(session.status())
-    session.close()
-    result.failures.extend(session.failures)
-    path = session.run_dir / "records" / f"rank-{rank}.jsonl"
-    lines = read(path) if path.exists() else ()
-    result.records.extend(line.item for line in lines if isinstance(line.item, EvidenceRecord))
 
 
 def bits_of(trainer: Trainer) -> dict[str, str]:

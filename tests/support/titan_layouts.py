@@ -14,26 +14,6 @@ from tests.support.titan_jobs import Trial, make_assets
 from torchscout.config import ObserverConfig
 from torchscout.testing.local_ranks import preload
 
-__all__ = [
-    "CONTEXT",
-    "EXPERT",
-    "EXPERTS",
-    "EXPERT_TENSOR",
-    "FULL",
-    "HSDP",
-    "INTERLEAVED",
-    "LAYOUTS",
-    "PATIENT",
-    "PIPELINE",
-    "PIPELINE_TENSOR",
-    "REPLICATE",
-    "TENSOR",
-    "Layout",
-    "assets",
-    "layouts",
-    "live",
-]
-
 preload("tests.support.titan_jobs")
 
 PATIENT = ObserverConfig(

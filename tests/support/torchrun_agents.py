@@ -17,8 +17,6 @@ import tomllib
 import torchscout
 from tests.support.small_job import until
 
-__all__ = ["ROOT", "Agents", "installed", "running_agents"]
-
 ROOT = Path(__file__).parents[2]
 
 

@@ -11,8 +11,6 @@ import struct
 import subprocess
 from pathlib import Path
 
-__all__ = ["WallClock", "why_impossible"]
-
 _FILE = "SHIFTED_CLOCK"
 _SOURCE = r"""
 #define _GNU_SOURCE

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.experimental._context_parallel import _attention as ring
 from torch.nn import functional
 
-from tests.support.capturing import armed, calling, reason, x
+from tests.support.replay_by_hand import armed, calling, reason, x
 from torchscout.errors import ReplayError
 from torchscout.replay.capture.context import Attention
 

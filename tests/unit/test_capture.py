@@ -12,8 +12,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.support.capturing import armed, calling, doubling, reason, x
-from tests.support.replay_by_hand import CPU
+from tests.support.replay_by_hand import CPU, armed, calling, doubling, reason, x
 from torchscout.replay.capture.hooks import CallCapture
 from torchscout.replay.capture.invocation import Invocation
 from torchscout.utils.reentrancy import own_work

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
-from tests.support.capturing import armed, calling, doubling, reason, x
+from tests.support.replay_by_hand import armed, calling, doubling, reason, x
 
 
 def test_an_evaluation_alone_is_the_reason_for_refusal():

@@ -56,7 +56,10 @@ def test_a_journal_of_other_facts_is_refused_and_says_which(tmp_path: Path):
     assert journal.read_bytes() == before
 
 
-@pytest.mark.parametrize("text", ["rows", "{}\n", '{"kind":"x","schema":1,"facts":{}}\n', "[1]\n"])
+@pytest.mark.parametrize(
+    "text",
+    ["rows", "{}\n", '{"kind":"x","schema":1,"facts":{}}\n', "[1]\n", "first\nand a second without end"],
+)
 def test_a_file_that_is_no_journal_is_refused_and_left_alone(tmp_path: Path, text: str):
     (tmp_path / "notes").write_text(text)
     with pytest.raises(CatalogError, match="is not a"):
@@ -64,23 +67,21 @@ def test_a_file_that_is_no_journal_is_refused_and_left_alone(tmp_path: Path, tex
     assert (tmp_path / "notes").read_text() == text
 
 
-def test_a_damaged_line_is_named(tmp_path: Path):
+@pytest.mark.parametrize(
+    ("written", "changed", "problem"),
+    [
+        ('"counts"', '"count"', r"up\.jsonl:4 is damaged"),
+        ('"rows":[2]', '"rows":[3]', r"up\.jsonl:4 is damaged.*digest does not match"),
+    ],
+    ids=["another name", "another number"],
+)
+def test_a_damaged_line_is_named(tmp_path: Path, written: str, changed: str, problem: str):
     journal = tmp_path / "up.jsonl"
     discover(TiledMatmul(), SHAPES, resume_from=journal)
     lines = journal.read_text().splitlines()
-    lines[3] = lines[3].replace('"counts"', '"count"')
+    lines[3] = lines[3].replace(written, changed)
     journal.write_text("\n".join(lines) + "\n")
-    with pytest.raises(CatalogError, match=r"up\.jsonl:4 is damaged"):
-        discover(TiledMatmul(), SHAPES, resume_from=journal)
-
-
-def test_a_changed_number_is_found_by_the_digest_of_its_line(tmp_path: Path):
-    journal = tmp_path / "up.jsonl"
-    discover(TiledMatmul(), SHAPES, resume_from=journal)
-    lines = journal.read_text().splitlines()
-    lines[3] = lines[3].replace('"rows":[2]', '"rows":[3]')
-    journal.write_text("\n".join(lines) + "\n")
-    with pytest.raises(CatalogError, match=r"up\.jsonl:4 is damaged.*digest does not match"):
+    with pytest.raises(CatalogError, match=problem):
         discover(TiledMatmul(), SHAPES, resume_from=journal)
 
 
@@ -97,10 +98,3 @@ def test_a_journal_without_digests_is_read_and_continued(tmp_path: Path):
     assert discover(profiler, SHAPES, resume_from=journal) == whole
     assert set(profiler.executed) == set(SHAPES[5:])
     assert discover(TiledMatmul(), SHAPES, resume_from=journal) == whole
-
-
-def test_a_file_that_ends_in_the_middle_of_a_line_and_is_no_journal_is_left_alone(tmp_path: Path):
-    (tmp_path / "notes").write_text("first\nand a second without end")
-    with pytest.raises(CatalogError, match="is not a"):
-        discover(TiledMatmul(), SHAPES, resume_from=tmp_path / "notes")
-    assert (tmp_path / "notes").read_text() == "first\nand a second without end"

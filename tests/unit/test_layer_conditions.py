@@ -13,11 +13,16 @@ import pytest
 import torch
 from torch import nn
 
-from tests.support.layer_job import NAME, Block, Calling, Job, batch, sized
 from tests.support.replay_by_hand import (
+    NAME,
+    Block,
+    Calling,
+    Job,
+    batch,
     differing,
     observations,
     observe,
+    sized,
 )
 from torchscout.replay.recipe import Mode, Observation
 from torchscout.utils.reentrancy import own_work

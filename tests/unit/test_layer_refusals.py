@@ -8,15 +8,21 @@ import pytest
 import torch
 from torch import nn
 
-from tests.support.layer_job import NAME, Block, Calling, Job, batch, recipe_of, sized
 from tests.support.replay_by_hand import (
     CPU,
+    NAME,
+    Block,
+    Calling,
+    Job,
     align,
+    batch,
     described,
     differing,
     observations,
     observe,
     prepare,
+    recipe_of,
+    sized,
 )
 from torchscout.errors import ReplayError
 from torchscout.replay.recipe import ABSENT, Mode, Observation

@@ -7,12 +7,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from tests.support.layer_job import NAME, Block, Calling, Job, batch, sized
 from tests.support.replay_by_hand import (
+    NAME,
+    Block,
+    Calling,
+    Job,
+    batch,
     differing,
     observations,
     prepare,
     receiver,
+    sized,
 )
 from tests.support.update_job import flip_lowest_bit, outliers
 from torchscout.replay.recipe import ABSENT, Mode

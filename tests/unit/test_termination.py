@@ -37,11 +37,15 @@ def started(tmp_path: Path, script: str, seconds: float = 0.3) -> subprocess.Pop
     return process
 
 
-def test_files_are_written_though_the_main_thread_is_blocked_in_c(tmp_path: Path):
-    process = started(tmp_path, "before_termination(act)" + BLOCKED)
+def ended(tmp_path: Path, script: str) -> tuple[int, bool]:
+    """Start it and send SIGTERM; return how the process has ended, and whether it has acted before."""
+    process = started(tmp_path, script)
     process.terminate()
-    assert process.wait(60) == -signal.SIGTERM
-    assert (tmp_path / "done").exists()
+    return process.wait(60), (tmp_path / "done").exists()
+
+
+def test_files_are_written_though_the_main_thread_is_blocked_in_c(tmp_path: Path):
+    assert ended(tmp_path, "before_termination(act)" + BLOCKED) == (-signal.SIGTERM, True)
 
 
 def test_a_second_sigterm_ends_the_process_at_once(tmp_path: Path):
@@ -55,18 +59,12 @@ def test_a_second_sigterm_ends_the_process_at_once(tmp_path: Path):
 
 
 def test_after_undo_sigterm_is_what_it_was(tmp_path: Path):
-    process = started(tmp_path, "before_termination(act)()" + BLOCKED)
-    process.terminate()
-    assert process.wait(60) == -signal.SIGTERM
-    assert not (tmp_path / "done").exists()
+    assert ended(tmp_path, "before_termination(act)()" + BLOCKED) == (-signal.SIGTERM, False)
 
 
 def test_a_job_with_a_handler_of_its_own_is_left_alone(tmp_path: Path):
     own = "signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))\nbefore_termination(act)\n"
-    process = started(tmp_path, f"{own}(here / 'ready').touch()\ntime.sleep(600)")
-    process.terminate()
-    assert process.wait(60) == 7
-    assert not (tmp_path / "done").exists()
+    assert ended(tmp_path, f"{own}(here / 'ready').touch()\ntime.sleep(600)") == (7, False)
 
 
 def test_a_job_with_a_wakeup_descriptor_of_its_own_is_left_alone(tmp_path: Path):
@@ -78,10 +76,7 @@ before_termination(act)
 assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 assert signal.set_wakeup_fd(-1) == writer, "it is still the job's"
 """
-    process = started(tmp_path, own + BLOCKED)
-    process.terminate()
-    assert process.wait(60) == -signal.SIGTERM
-    assert not (tmp_path / "done").exists()
+    assert ended(tmp_path, own + BLOCKED) == (-signal.SIGTERM, False)
 
 
 def test_outside_of_the_main_thread_nothing_is_changed(tmp_path: Path):
@@ -93,10 +88,7 @@ thread.join()
 undo[0]()
 assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 """
-    process = started(tmp_path, elsewhere + BLOCKED)
-    process.terminate()
-    assert process.wait(60) == -signal.SIGTERM
-    assert not (tmp_path / "done").exists()
+    assert ended(tmp_path, elsewhere + BLOCKED) == (-signal.SIGTERM, False)
 
 
 def test_undo_leaves_a_wakeup_descriptor_that_the_job_has_set_since(tmp_path: Path):
@@ -111,18 +103,12 @@ assert signal.set_wakeup_fd(-1) == writer
 assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 before_termination(act)
 """
-    process = started(tmp_path, taken + BLOCKED)
-    process.terminate()
-    assert process.wait(60) == -signal.SIGTERM
-    assert (tmp_path / "done").exists(), "and it can be set up again"
+    assert ended(tmp_path, taken + BLOCKED) == (-signal.SIGTERM, True), "and it can be set up again"
 
 
 def test_undo_leaves_a_handler_that_the_job_has_set_since(tmp_path: Path):
     own = "undo = before_termination(act)\nsignal.signal(signal.SIGTERM, lambda *_: sys.exit(7))\nundo()\n"
-    process = started(tmp_path, f"{own}(here / 'ready').touch()\ntime.sleep(600)")
-    process.terminate()
-    assert process.wait(60) == 7
-    assert not (tmp_path / "done").exists()
+    assert ended(tmp_path, f"{own}(here / 'ready').touch()\ntime.sleep(600)") == (7, False)
 
 
 def test_a_job_that_takes_the_wakeup_descriptor_later_can_still_be_ended(tmp_path: Path):
@@ -134,10 +120,7 @@ signal.set_wakeup_fd(writer)
 (here / "ready").touch()
 time.sleep(600)
 """
-    process = started(tmp_path, taken)
-    process.terminate()
-    assert process.wait(60) == -signal.SIGTERM
-    assert (tmp_path / "done").exists()
+    assert ended(tmp_path, taken) == (-signal.SIGTERM, True)
 
 
 @pytest.mark.parametrize("whose", ["child", "parent"])

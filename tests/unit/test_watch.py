@@ -26,7 +26,7 @@ from tests.support.incidents import incident_from
 from tests.support.small_job import until
 from tests.unit.test_report import HOSTILE, numbers, write_run
 from torchscout.cli.main import app
-from torchscout.cli.watch_terminal import Window
+from torchscout.cli.watch import Window
 from torchscout.decision.records.recorder import JsonlRecorder
 from torchscout.report.live import LiveRun
 from torchscout.report.screen import watch_screen

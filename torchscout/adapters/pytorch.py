@@ -27,7 +27,7 @@ from torchscout.utils.reentrancy import is_nested_step
 if TYPE_CHECKING:
     from torchscout.checkpoint.state.training_state import Stateful
 
-__all__ = ["PyTorchAdapter", "around_steps"]
+__all__ = ["NoModelAdapter", "PyTorchAdapter", "around_steps"]
 
 
 class PyTorchAdapter:
@@ -187,3 +187,21 @@ def _sharded(model: torch.nn.Module, device_mesh: DeviceMesh) -> set[str]:
 
 def _is_shard(placement: Placement) -> bool:
     return isinstance(placement, Shard | StridedShard)
+
+
+class NoModelAdapter(PyTorchAdapter):
+    """A job whose model is not known: only its communication is watched (paper, section 7).
+
+    Any program that uses ``torch.distributed``: training, inference, reinforcement learning.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(torch.nn.Module(), (), None)
+
+    @property
+    def obstacle(self) -> str | None:
+        return "there is no model"
+
+    def mesh(self, hosts: Sequence[str]) -> Mesh:
+        """No two ranks are assumed to do the same work."""
+        return Mesh.grid(pipeline=dist.get_world_size()).on(hosts)

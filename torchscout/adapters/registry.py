@@ -17,8 +17,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchscout.adapters.base import Adapter
-from torchscout.adapters.no_model import NoModelAdapter
-from torchscout.adapters.pytorch import PyTorchAdapter
+from torchscout.adapters.pytorch import NoModelAdapter, PyTorchAdapter
 from torchscout.adapters.versions import advice
 from torchscout.config import Parallelism
 from torchscout.errors import ScoutError

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from torchscout.cli.console import AsJson, write_file
-from torchscout.cli.status import newest_run
+from torchscout.cli.status import RunDir, newest_run
 from torchscout.report.document import document_of
 from torchscout.report.page import page
 from torchscout.report.reading import is_run, read_run
@@ -18,12 +18,7 @@ __all__ = ["report"]
 
 
 def report(
-    run_dir: Annotated[
-        Path | None,
-        typer.Argument(
-            help="The job's run directory, scout-run-...; by default the newest one in this folder."
-        ),
-    ] = None,
+    run_dir: RunDir = None,
     output: Annotated[
         Path | None,
         typer.Option("--output", "-o", help="The page; by default report.html, or none with --json."),

@@ -13,19 +13,18 @@ from torchscout.cli.console import AsJson, Output, print_report, refusing
 from torchscout.report.screen import status_screen
 from torchscout.report.standing import examined
 
-__all__ = ["newest_run", "status"]
+__all__ = ["RunDir", "newest_run", "status"]
 
 _WATCH_SECONDS = 2.0
 _CLEAR = "\033[2J\033[H"
+RunDir = Annotated[
+    Path | None,
+    typer.Argument(help="The job's run directory, scout-run-...; by default the newest one in this folder."),
+]
 
 
 def status(
-    run_dir: Annotated[
-        Path | None,
-        typer.Argument(
-            help="The job's run directory, scout-run-...; by default the newest one in this folder."
-        ),
-    ] = None,
+    run_dir: RunDir = None,
     as_json: AsJson = False,
     output: Output = None,
     watch: Annotated[

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from torchscout.report.page import tables_markup, tables_page
 from torchscout.utils.tables import stacked, table
-from torchscout.utils.text import listed
+from torchscout.utils.text import counted, listed
 
 __all__ = ["html_page", "page"]
 
@@ -56,12 +56,12 @@ def _headline(report: Mapping[str, Any]) -> str:
     size, hosts = len(report["devices"]), len({each["host"] for each in report["devices"]})
     what = {
         "healthy": "nothing was found",
-        "faulty": f"{_counted(len(report['ranks']), 'rank')} named",
+        "faulty": f"{counted(len(report['ranks']), 'rank')} named",
         "undecided": "no decision",
     }[report["conclusion"]]
     return (
-        f"Preflight of {_counted(size, 'rank')} on {_counted(hosts, 'machine')}: {what}, after "
-        f"{_counted(report['checks'], 'check')} in {report['seconds']:.0f} s."
+        f"Preflight of {counted(size, 'rank')} on {counted(hosts, 'machine')}: {what}, after "
+        f"{counted(report['checks'], 'check')} in {report['seconds']:.0f} s."
     )
 
 
@@ -91,11 +91,7 @@ def _covered(coverage: Mapping[str, Any]) -> Iterator[list[str]]:
         yield ["layer", name.removeprefix("layers."), str(times)]
     for kind, counts in coverage["recipes"].items():
         if kind != "layer":
-            visited = f"{counts['visited']} of {_counted(counts['targets'], 'target')}"
+            visited = f"{counts['visited']} of {counted(counts['targets'], 'target')}"
             yield [kind.replace("_", " "), visited, str(counts["cycles"])]
     for kind, count in coverage["links"].items():
-        yield ["link", f"{_counted(count, kind)}: all-reduce, all-gather, all-to-all", ""]
-
-
-def _counted(number: int, what: str) -> str:
-    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+        yield ["link", f"{counted(count, kind)}: all-reduce, all-gather, all-to-all", ""]

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-__all__ = ["compiler", "missing_names"]
+__all__ = ["compiler", "inner_of", "missing_names"]
 
 _REQUIRED = {
     "AsyncCollectiveTensor": "torch.distributed._functional_collectives.AsyncCollectiveTensor",
@@ -88,6 +88,17 @@ def missing_names() -> list[str]:
 def compiler() -> Any:
     """Return ``torch._dynamo`` if it has been imported, otherwise None. Importing it takes seconds."""
     return sys.modules.get("torch._dynamo")
+
+
+def inner_of(optimizer: Any) -> Any:
+    """Return the optimizer that a ``ZeroRedundancyOptimizer`` wraps; None for any other optimizer.
+
+    Its module compiles TorchScript when it is imported, which takes as long as all of torchscout does. A
+    program that has such an optimizer has imported it.
+    """
+    module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
+    is_wrapper = module is not None and isinstance(optimizer, module.ZeroRedundancyOptimizer)
+    return optimizer.optim if is_wrapper else None
 
 
 def _find(path: str) -> Any:

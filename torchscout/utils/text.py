@@ -9,7 +9,19 @@ import sys
 import textwrap
 from collections.abc import Iterable, Sequence
 
-__all__ = ["WIDEST", "columns", "listed", "named", "sentences", "visible", "wrapped"]
+__all__ = [
+    "WIDEST",
+    "columns",
+    "counted",
+    "listed",
+    "named",
+    "numbers_in_words",
+    "ranks_in_words",
+    "sentences",
+    "size_in_words",
+    "visible",
+    "wrapped",
+]
 
 
 def listed(items: Iterable[object], *, most: int = 4) -> str:
@@ -24,6 +36,39 @@ def named(ranks: Sequence[int], hosts: Sequence[str] = ()) -> str:
     """Return ``rank 5``, ``ranks 1, 3 and 5``, or ``rank 5 on node-1``."""
     names = f"{'rank' if len(ranks) == 1 else 'ranks'} {listed(ranks, most=8)}"
     return f"{names} on {listed(hosts)}" if hosts else names
+
+
+def size_in_words(count: float) -> str:
+    units = ["bytes", "KiB", "MiB", "GiB", "TiB"]
+    while count >= 1024 and len(units) > 1:
+        count /= 1024
+        del units[0]
+    return f"{count:.0f} bytes" if units[0] == "bytes" else f"{count:.1f} {units[0]}"
+
+
+def counted(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
+def numbers_in_words(numbers: Sequence[int]) -> str:
+    """``0-3, 5 and 7``: however many ranks there are."""
+    spans: list[list[int]] = []
+    for number in sorted(set(numbers)):
+        if spans and spans[-1][-1] == number - 1:
+            spans[-1][1:] = [number]
+        else:
+            spans.append([number])
+    words: list[str] = []
+    for first, last in ((span[0], span[-1]) for span in spans):
+        words += [f"{first}-{last}"] if last - first > 1 else map(str, range(first, last + 1))
+    return listed(words, most=len(words))
+
+
+def ranks_in_words(ranks: Sequence[int], world_size: int = 0) -> str:
+    """``rank 3``, ``ranks 0-3 and 5``, or ``any rank`` for all of ``world_size``."""
+    if len(ranks) == world_size > 1:
+        return "any rank"
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {numbers_in_words(ranks)}"
 
 
 def sentences(*parts: str) -> str:

@@ -28,8 +28,8 @@ from torchscout.checkpoint.state.training_state import (
     wrappers_of,
 )
 from torchscout.errors import CheckpointError
+from torchscout.utils._torch import inner_of
 from torchscout.utils.text import listed
-from torchscout.utils.zero_redundancy import inner_of
 
 __all__ = ["LocalState", "local_state"]
 

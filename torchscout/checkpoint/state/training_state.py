@@ -24,7 +24,7 @@ from torchscout.checkpoint.state import random_state
 from torchscout.checkpoint.state.tensor_layout import CPU, layout_of, local_of
 from torchscout.checkpoint.storage import encoding
 from torchscout.errors import CheckpointError
-from torchscout.utils.zero_redundancy import inner_of
+from torchscout.utils._torch import inner_of
 
 __all__ = [
     "SCOUT_PREFIX",

@@ -12,16 +12,22 @@ import typer
 from rich.table import Table
 
 from torchscout.checkpoint.storage import lock, retention, shards
-from torchscout.checkpoint.storage.adoption import adopt as adopt_folder
-from torchscout.checkpoint.storage.forgetting import forget as forget_job
-from torchscout.checkpoint.storage.forgetting import kept_jobs
+from torchscout.checkpoint.storage.job_file import adopt as adopt_folder
 from torchscout.checkpoint.storage.memory import memory_root
+from torchscout.checkpoint.storage.retention import forget as forget_job
+from torchscout.checkpoint.storage.retention import kept_jobs
 from torchscout.checkpoint.trust.gate_state import CheckpointGate
 from torchscout.checkpoint.trust.generation import Generation
 from torchscout.checkpoint.trust.selection import Selection, SweepResult, confirm, select_checkpoint
 from torchscout.cli.checkpoint import listing
-from torchscout.cli.checkpoint.arguments import Folders, JobName, WorldSize, contents_in
-from torchscout.cli.checkpoint.contents import Contents, memory_beside
+from torchscout.cli.checkpoint.contents import (
+    Contents,
+    Folders,
+    JobName,
+    WorldSize,
+    contents_in,
+    memory_beside,
+)
 from torchscout.cli.checkpoint.export import ExportOptions, export
 from torchscout.cli.checkpoint.listing import as_json, heading, roles_of
 from torchscout.cli.checkpoint.verification import (
@@ -33,11 +39,12 @@ from torchscout.cli.checkpoint.verification import (
     repairable_lines,
     usable,
 )
-from torchscout.cli.checkpoint.wording import counted, size_in_words, stacked, table
 from torchscout.cli.console import AsJson, Output, exiting, print_report, taking
 from torchscout.config import JOB_NAME
 from torchscout.decision.records.record import Failure
 from torchscout.errors import CheckpointError
+from torchscout.utils.tables import stacked, table
+from torchscout.utils.text import counted, size_in_words
 
 __all__ = ["app", "delete", "explanation", "pruning_plan", "pruning_screen"]
 

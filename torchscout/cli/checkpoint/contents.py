@@ -7,6 +7,9 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from torchscout.checkpoint.storage import lock, shards
 from torchscout.checkpoint.storage.inventory import Tier
@@ -18,11 +21,22 @@ from torchscout.checkpoint.trust import ledger
 from torchscout.checkpoint.trust.gate_state import CheckpointGate
 from torchscout.checkpoint.trust.generation import Generation, TrustLevel
 from torchscout.checkpoint.trust.ledger import Ledger
+from torchscout.cli.console import refusing
 from torchscout.errors import CheckpointError
 from torchscout.utils.procfs import is_in_memory
 from torchscout.utils.text import listed
 
-__all__ = ["Contents", "Folder", "StoredShard", "contents_of", "memory_beside"]
+__all__ = [
+    "Contents",
+    "Folder",
+    "Folders",
+    "JobName",
+    "StoredShard",
+    "WorldSize",
+    "contents_in",
+    "contents_of",
+    "memory_beside",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,3 +242,18 @@ def _tier_of(path: Path) -> Tier:
     if path.resolve().is_relative_to(memory_root().resolve()):
         return Tier.MEMORY
     return Tier.MEMORY if is_in_memory(path) else Tier.DISK
+
+
+Folders = Annotated[
+    list[Path], typer.Argument(metavar="DIR", help="Checkpoint folders of one job, on disk or in memory.")
+]
+JobName = Annotated[str | None, typer.Option("--job", help="The job's name, if a folder holds several jobs.")]
+WorldSize = Annotated[
+    int | None, typer.Option("--world-size", help="The number of ranks, if the job ran with several.")
+]
+
+
+def contents_in(folders: list[Path], job: str | None, world_size: int | None) -> Contents:
+    """What the folders hold of one job; a wrong argument ends the command."""
+    with refusing("DIR", OSError, CheckpointError):
+        return contents_of(folders, job, world_size)

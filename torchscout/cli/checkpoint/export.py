@@ -12,13 +12,12 @@ from torchscout.checkpoint.export.target import refuse_occupied
 from torchscout.checkpoint.resume.plan import Source
 from torchscout.checkpoint.trust.gate_state import CheckpointGate
 from torchscout.checkpoint.trust.generation import Generation
-from torchscout.cli.checkpoint.arguments import Folders, JobName, WorldSize, contents_in
-from torchscout.cli.checkpoint.contents import Contents
+from torchscout.cli.checkpoint.contents import Contents, Folders, JobName, WorldSize, contents_in
 from torchscout.cli.checkpoint.listing import as_json
-from torchscout.cli.checkpoint.wording import counted, ranks_in_words, size_in_words, stacked
 from torchscout.cli.console import AsJson, Output, exiting, print_report, refusing
 from torchscout.errors import CheckpointError
-from torchscout.utils.text import listed
+from torchscout.utils.tables import stacked
+from torchscout.utils.text import counted, listed, ranks_in_words, size_in_words
 
 __all__ = ["ExportOptions", "chosen_generation", "export", "files_of", "trust_of"]
 

@@ -9,15 +9,8 @@ from torchscout.checkpoint.trust.gate_state import CheckpointGate
 from torchscout.checkpoint.trust.generation import Generation
 from torchscout.checkpoint.trust.ledger import reconcile
 from torchscout.cli.checkpoint.contents import Contents, Folder, StoredShard
-from torchscout.cli.checkpoint.wording import (
-    counted,
-    numbers_in_words,
-    ranks_in_words,
-    size_in_words,
-    stacked,
-    table,
-)
-from torchscout.utils.text import columns
+from torchscout.utils.tables import stacked, table
+from torchscout.utils.text import columns, counted, numbers_in_words, ranks_in_words, size_in_words
 
 __all__ = ["as_json", "heading", "listing", "roles_of", "screen"]
 

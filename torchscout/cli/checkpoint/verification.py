@@ -18,8 +18,8 @@ from torchscout.checkpoint.trust.gate_state import CheckpointGate
 from torchscout.checkpoint.trust.generation import Generation
 from torchscout.cli.checkpoint.contents import Contents, StoredShard
 from torchscout.cli.checkpoint.listing import as_json, roles_of
-from torchscout.cli.checkpoint.wording import ranks_in_words, size_in_words
 from torchscout.errors import CheckpointError
+from torchscout.utils.text import ranks_in_words, size_in_words
 
 __all__ = [
     "Broken",

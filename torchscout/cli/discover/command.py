@@ -16,7 +16,6 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from torchscout.cli.checkpoint.wording import counted, size_in_words, stacked, table
 from torchscout.cli.console import exiting, interruptible, made_folder, refusing, repeated, taking
 from torchscout.cli.discover.plan import (
     KERNELS,
@@ -30,6 +29,8 @@ from torchscout.cli.discover.plan import (
 from torchscout.errors import CatalogError
 from torchscout.experts.catalog import Catalog
 from torchscout.experts.coverage import Observed, Table
+from torchscout.utils.tables import stacked, table
+from torchscout.utils.text import counted, size_in_words
 
 if TYPE_CHECKING:
     from torchscout.cli.discover.plan import Kernel

@@ -13,7 +13,6 @@ from typing import Annotated, Any
 import typer
 
 from torchscout.checkpoint.storage.memory import memory_root
-from torchscout.cli.checkpoint.wording import counted, stacked, table
 from torchscout.cli.console import AsJson, Output, interruptible, print_report, refusing, taking
 from torchscout.cli.doctor import machine_checks, software_checks
 from torchscout.cli.doctor import probes as kernel
@@ -46,6 +45,8 @@ from torchscout.config import ObserverConfig
 from torchscout.errors import ScoutError
 from torchscout.observer.record.directory import records_home
 from torchscout.utils.identity import host_name
+from torchscout.utils.tables import stacked, table
+from torchscout.utils.text import counted
 
 __all__ = ["Facts", "doctor", "findings_of", "gathered", "screen"]
 

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 
 from torchscout.checkpoint.replication.placement import copies_beside
 from torchscout.checkpoint.storage.memory import budget_within
-from torchscout.cli.checkpoint.wording import size_in_words
 from torchscout.cli.doctor.facts import (
     Clock,
     Finding,
@@ -24,6 +23,7 @@ from torchscout.cli.doctor.facts import (
 from torchscout.config import ObserverConfig
 from torchscout.errors import CheckpointError
 from torchscout.mesh import LayerKind, Mesh, PeerGroup
+from torchscout.utils.text import size_in_words
 
 __all__ = [
     "board",

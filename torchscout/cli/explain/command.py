@@ -10,7 +10,6 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from torchscout.cli.checkpoint.wording import counted, ranks_in_words, stacked, table
 from torchscout.cli.console import AsJson, Output, exiting, print_report, refusing
 from torchscout.cli.explain.dump_files import MOST_RANKS, DumpFile, DumpFilesError, files_in, read_files
 from torchscout.decision.hang.flight_recorder import Dump, State
@@ -18,6 +17,8 @@ from torchscout.decision.hang.flight_recorder_diagnosis import Explanation
 from torchscout.decision.hang.flight_recorder_diagnosis import explain as explained
 from torchscout.decision.hang.flight_recorder_lines import WORLD, Operation
 from torchscout.decision.progress import CommGroup
+from torchscout.utils.tables import stacked, table
+from torchscout.utils.text import counted, ranks_in_words
 
 __all__ = ["explain", "report", "screen"]
 

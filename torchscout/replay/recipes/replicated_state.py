@@ -18,7 +18,7 @@ from torchscout.decision.records.record import EvidenceRecord, Surface
 from torchscout.errors import ReplayError
 from torchscout.mesh import LayerKind
 from torchscout.replay.recipe import Comparison, Mode, Observation, Recipe, Replay
-from torchscout.utils.zero_redundancy import inner_of
+from torchscout.utils._torch import inner_of
 
 __all__ = ["ReplicatedStateRecipe", "State", "slots_of"]
 

@@ -27,9 +27,9 @@ from torchscout.checkpoint.snapshot.snapshots import Capture, Snapshots
 from torchscout.checkpoint.state import training_state
 from torchscout.checkpoint.state.training_state import SCOUT_PREFIX, Stateful, StateParts
 from torchscout.checkpoint.storage import job_file, lock, shards
-from torchscout.checkpoint.storage.forgetting import forget_old
 from torchscout.checkpoint.storage.inventory import Member, Tier
 from torchscout.checkpoint.storage.memory import check_budget, memory_folder
+from torchscout.checkpoint.storage.retention import forget_old
 from torchscout.checkpoint.trust import ledger
 from torchscout.checkpoint.trust.certification import CheckVote, events_of
 from torchscout.checkpoint.trust.gate import CheckpointGate, transition
