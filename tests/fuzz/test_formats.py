@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import random
+import zlib
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -96,7 +97,9 @@ def test_messages():
     ]
 
     def attempt(chance: random.Random) -> None:
-        protocol.decode(text_mutant(chance, chance.choice(kinds)), protocol.Tally())
+        text = text_mutant(chance, chance.choice(kinds))
+        protocol.decode(text, protocol.Tally())
+        protocol.decode(bytes_mutant(chance, zlib.compress(text)), protocol.Tally())
 
     tried(attempt, protocol.MISTAKES)
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import time
 import tracemalloc
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -22,7 +24,7 @@ from torchscout.decision.records.record import EvidenceRecord, Incident, Manifes
 from torchscout.observer.rounds import hub
 from torchscout.observer.rounds.hub import Hub
 from torchscout.observer.rounds.post_writer import post_of
-from torchscout.observer.rounds.protocol import LIMIT, Client, Message, connect
+from torchscout.observer.rounds.protocol import LIMIT, Client, Message, Tally, connect, decode, encode
 from torchscout.observer.rounds.rank_report import RankReport
 from torchscout.observer.rounds.reported_incidents import Finding
 from torchscout.utils import network
@@ -183,12 +185,25 @@ def test_an_incident_that_compares_many_ranks_is_sent_in_few_bytes(board: Board)
     assert Finding.from_json(outcome["finding"]).ranks == board.verdict.ranks
 
 
+def test_long_messages_are_compressed_and_never_grow_beyond_the_limit():
+    long = encode("stack", round=9, stack="File x, line 1\n" * 500, waiting=True)
+    assert len(long) < 200
+    tally = Tally()
+    message = decode(long, tally)
+    assert message is not None
+    assert len(message["stack"]) == 7500
+    bomb = zlib.compress(b" " * (LIMIT + 1))
+    for frame in (long[:-1], long[:9], b"x", bomb):
+        assert decode(frame, tally) is None
+    assert (tally.received, tally.malformed) == (5, 4)
+
+
 def test_in_a_large_job_observers_receive_the_deciding_record(board: Board, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(hub, "_NEWS_BYTES", 4000)
     board.join(0, 1, 2)
     deciding = incident(2)
     stack = EvidenceRecord(
-        step=3, surface="stack", manifestation=Manifestation.HANG, peers=(2,), reason="x" * 2000
+        step=3, surface="stack", manifestation=Manifestation.HANG, peers=(2,), reason=os.urandom(1000).hex()
     )
     board.verdict = replace(deciding, records=(*deciding.records, stack))
     board.hold_round(1, 0, 2)

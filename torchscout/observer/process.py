@@ -20,7 +20,7 @@ import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,6 +45,7 @@ from torchscout.utils.packed_lists import unpack
 if TYPE_CHECKING:
     from torchscout.decision.records.record import Recordable
     from torchscout.decision.straggler.diagnosis import PhaseDiagnosis
+    from torchscout.mesh import Mesh
 
 __all__ = ["ObserverProcess", "main"]
 
@@ -109,6 +110,8 @@ class ObserverProcess:
             self._trainer.kill()
         if self._hub is not None and self._hub.is_open:
             self._hub.tick(time.monotonic())
+            if self._hub.deadline is not None:  # read it while the reports of the first round arrive
+                _ = self._mesh
         if self._client is not None and self._rounds is not None:
             for hub, message in self._client.receive():
                 self._handle(self._client, self._rounds, hub, message)
@@ -246,13 +249,19 @@ class ObserverProcess:
         hosted.is_restarted = self._spec.is_restarted
         return hosted
 
-    def _conclude(self, reports: Mapping[int, RankReport], insistent: bool) -> Incident | None:
-        # Imported here because it brings numpy, and most jobs never hang.
-        from torchscout.observer.rounds.diagnosis import conclude
+    @cached_property
+    def _mesh(self) -> Mesh:
+        """For the diagnoses of its hub. It brings numpy, and most jobs never hang."""
+        import torchscout.observer.rounds.diagnosis  # noqa: F401
 
         assert self._spec.mesh is not None
+        return mesh_from(self._spec.mesh)
+
+    def _conclude(self, reports: Mapping[int, RankReport], insistent: bool) -> Incident | None:
+        from torchscout.observer.rounds.diagnosis import conclude
+
         try:
-            return conclude(reports, mesh_from(self._spec.mesh), insistent=insistent)
+            return conclude(reports, self._mesh, insistent=insistent)
         except MISTAKES as error:
             self._report_failure(reports, error, "progress", Manifestation.HANG)
             return None
@@ -261,11 +270,10 @@ class ObserverProcess:
         from torchscout.decision.straggler.diagnosis import PhaseDiagnosis
         from torchscout.observer.rounds.diagnosis import compare_phases
 
-        assert self._spec.mesh is not None
         try:
             if self._phases is None:
                 config = replace(self._spec.straggler, min_slowdown_ms=self.config.phase_ms)
-                self._phases = PhaseDiagnosis(mesh_from(self._spec.mesh), config)
+                self._phases = PhaseDiagnosis(self._mesh, config)
             return compare_phases(reports, self._phases)
         except MISTAKES as error:
             self._report_failure(reports, error, "time", Manifestation.STRAGGLER)

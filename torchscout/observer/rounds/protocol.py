@@ -1,13 +1,15 @@
 """Messages among observers, and an observer's connections to the hubs (paper, section 7).
 
 This replaces the paper's Gloo group, because a collective waits for exactly the observer that is gone.
-Messages have a bounded size and are never pickles: reports are binary (``post``), all others JSON objects.
+Messages have a bounded size and are never pickles: reports are binary (``post``), all others JSON objects,
+compressed where they are long.
 Nothing here waits: a message that cannot be sent now is not sent, and a malformed one is counted and dropped.
 """
 
 from __future__ import annotations
 
 import secrets
+import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -20,7 +22,8 @@ from torchscout.observer.rounds.post import KINDS, MISTAKES
 from torchscout.observer.rounds.post_writer import post_of
 from torchscout.observer.rounds.rank_report import RankReport
 from torchscout.utils.listener import Limits, Listener
-from torchscout.utils.network import Address, CurveSockets, encode, read_json
+from torchscout.utils.network import Address, CurveSockets, read_json
+from torchscout.utils.network import encode as as_json
 
 __all__ = [
     "HUBS_AT_FIRST",
@@ -43,10 +46,15 @@ LIMIT = 4 << 20
 """Maximum size of a message in bytes; whoever sends more is disconnected."""
 MAX_STACK = 8192
 """Characters of a trainer's stacks."""
-_SOCKETS = CurveSockets("board 5", LIMIT)
+_SOCKETS = CurveSockets("board 6", LIMIT)
 connect = _SOCKETS.connect
 _LIMITS = Limits(connections=64)
 """All observers of a job connect to its hub at the same time."""
+
+_LONG = 512
+"""Longer messages are compressed: what an incident says of many ranks, and stacks, repeat themselves."""
+_COMPRESSED = b"x"
+"""How such a message begins; neither a post nor a JSON object does."""
 
 Message = dict[str, Any]
 
@@ -60,6 +68,22 @@ class Tally:
     malformed: int = 0
 
 
+def encode(kind: str, **fields: Any) -> bytes:
+    """Return a message; raises ``ValueError`` for a number that JSON does not have."""
+    message = as_json(kind, **fields)
+    return zlib.compress(message) if _LONG < len(message) <= LIMIT else message
+
+
+def _expanded(frame: bytes) -> bytes:
+    if not frame.startswith(_COMPRESSED):
+        return frame
+    expanding = zlib.decompressobj()
+    text = expanding.decompress(frame, LIMIT)
+    if not expanding.eof:
+        raise ValueError(f"a compressed message is incomplete, or longer than {LIMIT} bytes")
+    return text
+
+
 def decode(frame: bytes, tally: Tally) -> Message | None:
     """Return the message, or None if it is neither a post nor a JSON object with a kind, and count it.
 
@@ -69,8 +93,8 @@ def decode(frame: bytes, tally: Tally) -> Message | None:
     if frame[:1] and frame[0] <= len(KINDS):
         return {"kind": "post", "post": frame}
     try:
-        message = read_json(frame)
-    except (ValueError, RecursionError):
+        message = read_json(_expanded(frame))
+    except (ValueError, RecursionError, zlib.error):
         message = None
     if isinstance(message, dict) and isinstance(message.get("kind"), str):
         return message
