@@ -32,8 +32,11 @@ test-gpu:  ## tests on a CUDA device, with GPU_PYTHON; NCCL tests need 4 devices
 test-gpu-slow:  ## the long ones of them: healthy jobs over 2,000 steps
 	$(GPU_PYTHON) -m pytest -m "gpu and slow" -rs tests/gpu
 
+# In shared memory, where a file that is written again and again costs no disk access. Few arenas of malloc, since
+# what threads that have ended leave to it counts as memory in use.
 fuzz: $(READY)  ## every format that is read, with 100,000 mutants of valid inputs each
-	SCOUT_FUZZ=100000 $(BIN)/python -m pytest -n 2 --dist worksteal tests/fuzz
+	SCOUT_FUZZ=100000 MALLOC_ARENA_MAX=2 $(BIN)/python -m pytest -n 2 --dist worksteal tests/fuzz \
+	--basetemp=/dev/shm/torchscout-fuzz
 
 soak: $(READY)  ## 20,000 healthy steps with all parts on: nothing may be reported, and nothing may grow
 	SCOUT_SOAK=20000 $(BIN)/python -m pytest -m slow -s tests/ranks/test_soak.py -k healthy

@@ -48,10 +48,10 @@ def folders(hosts: Sequence[Machine]) -> list[Path]:
 
 
 def half_come(host: Machine, after: int) -> list[Path]:
-    """Copies of a later generation than this that a machine has only a part of."""
+    """Copies of a later generation than this of which a machine has something, and perhaps only a part."""
     found = host.shared_memory.glob("memory/*/step-*/.*.writing")
     late = [path for path in found if int(path.parent.name[5:15]) > after]
-    return [path for path in late if 0 < path.stat().st_size < BURDEN]
+    return [path for path in late if path.stat().st_blocks]
 
 
 def is_durable(folder: Path) -> bool:
