@@ -169,9 +169,9 @@ def test_a_plan_on_one_machine_keeps_another_out_when_the_job_is_started_again(j
     job.agents.start("b", hosts_store=True)  # joins, and leaves when it learns of the plan
     time.sleep(8)
     job.agents.start("a", plan=str(job.folder / "plan"))
+    job.agents.until_said("b", "this machine, b, is quarantined")
     job.agents.start("c")
     assert job.started(2) == ["a", "c"]
-    job.agents.until_said("b", "this machine, b, is quarantined")
     job.end()
     assert job.agents.wait("a", "b", "c") == [0, 0, 0], job.agents.everything()
 
