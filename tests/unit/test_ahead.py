@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.support.small_job import until
-from torchscout.utils.ahead import ahead
+from torchscout.checkpoint.replication.streams import ahead
 
 
 def counted(seen: list[int], most: int = 100) -> Iterator[int]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from torchscout.utils.awaited_import import when_imported
+from torchscout.observer.phase_hooks import when_imported
 
 NAME = "imported_late"
 

@@ -9,9 +9,11 @@ save``) before attaching keeps the original, and is not seen.
 from __future__ import annotations
 
 import pkgutil
+import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from functools import partial, wraps
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -19,9 +21,8 @@ import torch
 from torchscout.decision.progress import Phase
 from torchscout.observer.publisher import Publisher
 from torchscout.utils._torch import DataLoaderIterator
-from torchscout.utils.awaited_import import when_imported
 
-__all__ = ["mark_phases"]
+__all__ = ["mark_phases", "when_imported"]
 
 _DCP = "torch.distributed.checkpoint"
 _CHECKPOINTS = {
@@ -136,3 +137,44 @@ def _mark(owner: Any, name: str, mark: Mark) -> Undo:
                 _replaced.pop(key, None)
 
     return remove
+
+
+def when_imported(name: str, action: Callable[[], None]) -> Callable[[], None]:
+    """Call ``action`` now if the module is imported already, and otherwise right after its import. Returns a
+    function that ends the wait."""
+    if name in sys.modules:
+        action()
+        return lambda: None
+    finder = _Finder(name, action)
+    sys.meta_path.insert(0, finder)
+    return finder.remove
+
+
+class _Finder:
+    """Notices the import of one module, and leaves it to the other finders."""
+
+    def __init__(self, name: str, action: Callable[[], None]) -> None:
+        self._name, self._action = name, action
+
+    def remove(self) -> None:
+        with suppress(ValueError):
+            sys.meta_path.remove(self)
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:  # noqa: ARG002
+        if name != self._name:
+            return None
+        self.remove()
+        spec = find_spec(name)
+        if spec is not None and spec.loader is not None:
+            self._act_after(spec.loader)
+        return spec
+
+    def _act_after(self, loader: Any) -> None:
+        execute = loader.exec_module
+
+        def exec_module(module: Any) -> None:
+            del loader.exec_module
+            execute(module)
+            self._action()
+
+        loader.exec_module = exec_module

@@ -110,8 +110,6 @@ class ObserverProcess:
             self._trainer.kill()
         if self._hub is not None and self._hub.is_open:
             self._hub.tick(time.monotonic())
-            if self._hub.deadline is not None:  # read it while the reports of the first round arrive
-                _ = self._mesh
         if self._client is not None and self._rounds is not None:
             for hub, message in self._client.receive():
                 self._handle(self._client, self._rounds, hub, message)
@@ -251,13 +249,12 @@ class ObserverProcess:
 
     @cached_property
     def _mesh(self) -> Mesh:
-        """For the diagnoses of its hub. It brings numpy, and most jobs never hang."""
-        import torchscout.observer.rounds.diagnosis  # noqa: F401
-
+        """For the diagnoses of its hub. Read once it is needed: most jobs never hang."""
         assert self._spec.mesh is not None
         return mesh_from(self._spec.mesh)
 
     def _conclude(self, reports: Mapping[int, RankReport], insistent: bool) -> Incident | None:
+        # Imported here because it brings numpy.
         from torchscout.observer.rounds.diagnosis import conclude
 
         try:

@@ -147,7 +147,7 @@ class Recovery:
         """Stop a job that was restarted and has no checkpoint left: its launcher would restart it in vain."""
         if not (self.plan_folders and self.was_restarted):
             return
-        # Without a plan, torchrun has restarted the job by itself, about an incident that names nobody.
+        # Without a plan, torchrun has restarted the job by itself, after an incident that named no rank.
         last = self.plan.restarts[-1] if self.plan.restarts else None
         decision = Decision(
             step=0 if last is None else last.step,

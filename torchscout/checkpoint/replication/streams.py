@@ -23,19 +23,20 @@ import secrets
 import socket
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from itertools import cycle
-from typing import NamedTuple
+from typing import Final, NamedTuple, TypeVar
 
 from torchscout.checkpoint.replication.pace import RateLimit
 from torchscout.checkpoint.storage.incoming import IncomingShard
 from torchscout.errors import ScoutError
 from torchscout.utils.aes_gcm import KEY_BYTES, TAG_BYTES, AesGcm
-from torchscout.utils.ahead import ahead
 from torchscout.utils.listener import MAGIC, TICKET_BYTES, Address
 
-__all__ = ["PIECE", "IncomingStream", "OutgoingStream", "Secret", "Stream", "mapped_part"]
+__all__ = ["PIECE", "IncomingStream", "OutgoingStream", "Secret", "Stream", "ahead", "mapped_part"]
 
 _CONNECT_SECONDS = 10.0
 PIECE = 1 << 20
@@ -46,6 +47,10 @@ _NICENESS = 15
 """A thread gets about a thirtieth of a core where training keeps all cores busy: a copy still ends."""
 _POPULATE_READ = 22
 """``MADV_POPULATE_READ`` of Linux 5.14, which Python does not name."""
+
+
+T = TypeVar("T")
+_END: Final = object()
 
 
 class Secret(NamedTuple):
@@ -233,3 +238,18 @@ def _receive(connection: socket.socket, *rooms: memoryview) -> None:
             count -= len(left.pop(0))
         if count:
             left[0] = left[0][count:]
+
+
+def ahead(items: Iterator[T], most: int) -> Generator[T, None, None]:
+    """Yield these items, of which a thread computes up to ``most`` while the caller uses one.
+
+    An error of the thread is raised here. Closing the iterator waits for the item in progress.
+    """
+    pool = ThreadPoolExecutor(1, thread_name_prefix="torchscout-ahead")
+    try:
+        coming = deque(pool.submit(next, items, _END) for _ in range(most + 1))
+        while (item := coming.popleft().result()) is not _END:
+            yield item  # type: ignore[misc]
+            coming.append(pool.submit(next, items, _END))
+    finally:
+        pool.shutdown(cancel_futures=True)

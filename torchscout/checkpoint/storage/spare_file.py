@@ -17,22 +17,22 @@ __all__ = ["SpareFile"]
 
 
 class SpareFile:
-    """A file with a temporary name, open and locked, that nobody else uses."""
+    """A file with a temporary name, open and locked, that no other process uses."""
 
     def __init__(self, path: Path, folder: Path) -> None:
         """Move a file that is no longer needed to this folder, on the same file system.
 
-        Raises ``OSError`` if somebody reads it; then it is deleted, which does not disturb readers.
+        Raises ``OSError`` if a process reads it; then it is deleted, which does not disturb readers.
         """
         self.path = folder / f".spare.{secrets.token_hex(8)}{TEMPORARY}"
-        path.rename(self.path)  # so that nobody opens it any more
+        path.rename(self.path)  # no reader can find it under its old name
         with ExitStack() as undo:
             undo.callback(self.path.unlink, missing_ok=True)
             self.path.chmod(0o600)
             self.file = os.open(self.path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
             undo.callback(os.close, self.file)
             fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # Linux grants this lease only for a file that nobody else has open.
+            # Linux grants this lease only for a file that no other process has open.
             fcntl.fcntl(self.file, fcntl.F_SETLEASE, fcntl.F_WRLCK)
             fcntl.fcntl(self.file, fcntl.F_SETLEASE, fcntl.F_UNLCK)
             status = os.fstat(self.file)

@@ -245,9 +245,5 @@ def _rows(progress: Progress, lines: Lines) -> Iterator[_Row]:
         yield _Row(progress.rank, lines.index(key), issued, entered, shown.get(key, ()))
 
 
-def _has_splits(row: _Row) -> bool:
-    return any(each.sends is not None for _, each in row.operations)
-
-
 def _ints(values: Iterable[int | None]) -> Ints:
     return np.array([NOTHING if each is None else int(each) for each in values], np.int64)

@@ -113,6 +113,7 @@ FLAGS = {
 PAIR, SPLITS = 1, 2
 WAITING, BUSY, PROCESS, PHASE = 8, 10, 12, 16
 """Bits at which small numbers begin: 0, 1, 2 for None, False, True; indices of process and phase."""
+assert max(FLAGS.values()) < 1 << WAITING
 PLAIN = ("moving", "excused", "was_killed", "is_pressed", "has_timed_out", "is_restarting")
 PROCESSES, PHASES, MAYBE = tuple(Process), tuple(Phase), (None, False, True)
 

@@ -35,7 +35,7 @@ class RankReport:
     """It has used all of that time, now or a short time ago: what it has done since, or that it has ended, is
     a consequence."""
     is_restarting: bool = False
-    """It leaves because it was decided to restart the job: whatever ends after it is a consequence."""
+    """It exits so that the job can restart: if other ranks end after it, that is a consequence."""
     operations: Mapping[str, Any] | None = None
     """The operations that are open according to the trainer's Flight Recorder; see ``flight_recorder``."""
     phase_seconds: Mapping[Phase, float] = field(default_factory=dict)
