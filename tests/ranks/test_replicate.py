@@ -161,7 +161,10 @@ def test_a_stopped_holder_is_reported_in_time_and_continues_after_sigcont(tmp_pa
         until(lambda: 3 in owner.held(), "the newest has a copy")
         wire.close()
         assert verify(path_of(holder.memory, identity(0, 3), 1)).whole
-        until(lambda: len(files(holder.memory)) == len(owner.held()), "of the others nothing is left")
+        # One that its owner has given up may be complete after all; it goes when its generation is retired.
+        until(lambda: not any(name.startswith(".") for name in files(holder.memory)), "nothing unfinished")
+        owner.ask("retire", [[1, 0], [2, 0]])
+        until(lambda: len(files(holder.memory)) == 1, "of the others nothing is left")
 
 
 def test_a_dead_owner_leaves_no_unfinished_files_at_its_holder(tmp_path: Path):
