@@ -8,8 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.deepspeed_jobs import Plan, answering, attach_to_another_version
-from tests.support.deepspeed_layouts import EXPERTS, HEALTHY, LLAMA, MORE, each_of, scaled
+from tests.support.deepspeed_jobs import (
+    Plan,
+    answering,
+    attach_to_another_version,
+    train_deterministically,
+)
+from tests.support.deepspeed_layouts import EXPERTS, HEALTHY, LLAMA, MORE, SOME_SMALL, each_of, scaled
 from tests.support.hangs import QUICK
 from tests.support.ranks import LiveRanks
 from tests.support.scripts import EXAMPLES, losses_in, torchrun
@@ -90,6 +95,15 @@ def test_layers_that_cannot_be_called_again_leave_the_rest_checked_and_certified
         assert said in found.status["replay"]["covered"]["sentence"]
         assert {"state/parameters", "state/owned"} <= found.agreed
         assert found.status["replay"]["certified"] == 3
+
+
+def test_what_zero_3_adds_to_make_partitions_equal_is_not_looked_at_for_nan(tmp_path: Path):
+    """Three ranks divide no parameter, and DeepSpeed does not initialize what it adds to the last parts."""
+    plan = Plan(3, zero=SOME_SMALL, bf16=True, run_dir=tmp_path)
+    with LiveRanks(answering, 3) as three:
+        for seen in three.ask(partial(train_deterministically, plan=plan), 120):
+            assert (seen.failures, seen.named) == ([], [])
+            assert seen.status["replay"]["certified"] == 6
 
 
 def test_a_newer_series_of_deepspeed_is_replayed_and_rank_0_warns(four: LiveRanks, tmp_path: Path):

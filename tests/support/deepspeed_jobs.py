@@ -248,6 +248,15 @@ def train(rank: int, plan: Plan) -> Result:
         tidy_up()
 
 
+def train_deterministically(rank: int, plan: Plan) -> Result:
+    """Train while PyTorch fills the memory that it allocates with NaN."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        return train(rank, plan)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 def attach_to_another_version(rank: int, run_dir: Path, removed: str | None = None) -> str:
     """What is logged or raised if DeepSpeed is newer than it is and its engine lacks a method."""
     engine = work_of(Plan(), rank).engine

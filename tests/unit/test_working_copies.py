@@ -11,7 +11,7 @@ from torch import nn
 
 from torchscout.adapters.base import overwritten
 from torchscout.replay.recipes.owned_state import OwnedStateRecipe
-from torchscout.replay.recipes.working_copies import CollectiveWrites, WorkingCopies
+from torchscout.replay.recipes.working_copies import CollectiveWrites, CopyWatch, WorkingCopies
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ class Job:
         self.copy = torch.arange(8.0)
         self.late: dict[str, str] = {}
         self.model = nn.Identity()
-        self.recipe = OwnedStateRecipe(dict, [], copies=self.copies, passes=[self.model])
+        self.recipe = OwnedStateRecipe(dict, [], copies=CopyWatch(self.copies, [self.model]))
 
     def copies(self) -> WorkingCopies:
         return WorkingCopies({} if self.late else {"a/weight": self.copy}, self.late)

@@ -152,6 +152,11 @@ class Adapter(Protocol):
         experts, or of everything else. Peers use the same names, with different contents."""
         ...
 
+    def padding(self) -> Mapping[Surface, Sequence[range]]:
+        """Return the elements of this rank's state that belong to no parameter, where there are any. They may
+        hold any numbers."""
+        ...
+
     def working_copies(self) -> WorkingCopies:
         """Return the parameters that each update overwrites with what optimizers update in their place.
         Called after every update. ``overwritten`` finds most of them."""

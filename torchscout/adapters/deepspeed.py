@@ -10,6 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import cached_property
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import deepspeed
@@ -100,11 +101,11 @@ def _attributes(engine: deepspeed.DeepSpeedEngine) -> Iterator[tuple[object, str
         yield engine.module, "micro_offset"
     if engine.zero_optimization_stage() < 3:
         return
-    for name in ("fp32_partitioned_groups_flat", "invalidate_secondary_tensor"):
+    for name in ("fp16_groups", "fp32_partitioned_groups_flat", "invalidate_secondary_tensor"):
         yield engine.optimizer, name
     for name in ("forward_hooks", "backward_hooks"):
         yield engine.optimizer, f"parameter_offload.{name}"
-    for name in ("ds_tensor", "ds_status", "ds_persist", "partition"):
+    for name in ("ds_numel", "ds_persist", "ds_process_group", "ds_status", "ds_tensor", "partition"):
         yield next(engine.module.parameters()), name
 
 
@@ -222,6 +223,18 @@ class DeepSpeedAdapter:
         updated = enumerate(self._engine.optimizer.fp32_partitioned_groups_flat)
         return {**shards, **{f"optimizer.{place}/partition": each for place, each in updated}}
 
+    def padding(self) -> Mapping[Surface, Sequence[range]]:
+        """ZeRO 3 makes all parts of a parameter equally long, and does not initialize what it adds."""
+        if self._stage < 3:
+            return {}
+        found = {surface_of(name): [_padding(each)] for name, each in self.model.named_parameters()}
+        for place, group in enumerate(self._engine.optimizer.fp16_groups):
+            begins = accumulate((each.ds_tensor.ds_numel for each in group), initial=0)
+            found[f"optimizer.{place}/partition"] = [
+                _padding(each, begin) for each, begin in zip(group, begins, strict=False)
+            ]
+        return {name: [each for each in every if each] for name, every in found.items() if any(every)}
+
     def working_copies(self) -> WorkingCopies:
         """ZeRO 3 gathers small parameters at the end of an update, and keeps them gathered until the next."""
         if self._stage < 3:
@@ -335,6 +348,13 @@ class DeepSpeedAdapter:
         if size <= 1:
             return {data: range(world)}
         return {data: [rank // size for rank in range(world)], axis: [rank % size for rank in range(world)]}
+
+
+def _padding(parameter: Any, begin: int = 0) -> range:
+    """What does not count in this rank's part of a parameter, which begins at this element of a tensor."""
+    size = parameter.ds_tensor.ds_numel
+    left = parameter.ds_numel - size * dist.get_rank(parameter.ds_process_group)
+    return range(begin + min(max(left, 0), size), begin + size)
 
 
 class _Gatherer:

@@ -98,6 +98,9 @@ class PyTorchAdapter:
     def owned_state(self, role: LayerKind = LayerKind.DENSE) -> Mapping[Surface, torch.Tensor]:  # noqa: ARG002  none
         return {}
 
+    def padding(self) -> Mapping[Surface, Sequence[range]]:
+        return {}
+
     def working_copies(self) -> WorkingCopies:
         return WorkingCopies(self._copies)
 

@@ -28,7 +28,7 @@ from torchscout.replay.recipes.optimizer import OptimizerRecipe
 from torchscout.replay.recipes.owned_state import OwnedStateRecipe
 from torchscout.replay.recipes.process_groups import ProcessGroupRecipe
 from torchscout.replay.recipes.replicated_state import ReplicatedStateRecipe, slots_of
-from torchscout.replay.recipes.working_copies import WorkingCopies
+from torchscout.replay.recipes.working_copies import CopyWatch
 from torchscout.replay.replayer import PeersFor
 from torchscout.replay.sharded_parameters import ParameterGatherers, route_of
 
@@ -161,10 +161,15 @@ class _Builder:
             return {**parameters, **slots_of(surfaces, self._optimizers)}
 
         # A recipe for experts does not watch the rest of the model again.
-        copies = self._adapter.working_copies if role is LayerKind.DENSE else WorkingCopies
-        passes = stages_of(self._adapter.model)
+        copies = self._copies() if role is LayerKind.DENSE else None
         return OwnedStateRecipe(
-            state, self._optimizers, kind, role, budget=self._budget, copies=copies, passes=passes
+            state,
+            self._optimizers,
+            kind,
+            role,
+            budget=self._budget,
+            copies=copies,
+            padding=self._adapter.padding,
         )
 
     def _owned_state(self, owned: _Parameters, shared: _Parameters) -> Recipe:
@@ -191,9 +196,12 @@ class _Builder:
                 or any(each.gathered() for each in self._updating)
                 or self._adapter.working_copies().resting
             ),
-            copies=self._adapter.working_copies,
-            passes=stages_of(self._adapter.model),
+            copies=self._copies(),
+            padding=self._adapter.padding,
         )
+
+    def _copies(self) -> CopyWatch:
+        return CopyWatch(self._adapter.working_copies, stages_of(self._adapter.model))
 
     def _updates(self, kind: str, parameters: _Parameters, role: LayerKind, *, owned: bool) -> Recipe:
         is_owned = owned or self._is_owned(role)

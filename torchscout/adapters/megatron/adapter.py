@@ -222,6 +222,9 @@ class MegatronAdapter:
             found |= {f"optimizer.{place}/shard.{number}": seen[number % len(seen)] for number in range(many)}
         return found if role is LayerKind.EXPERT else found | copies_of(self._sharded())
 
+    def padding(self) -> Mapping[Surface, Sequence[range]]:
+        return {}
+
     def working_copies(self) -> WorkingCopies:
         """Parameters that the forward pass gathers are watched from then on; this rank's contribution to
         that gather, from the update on."""

@@ -34,7 +34,7 @@ from torchscout.mesh import LayerKind
 from torchscout.replay.recipe import Comparison, Mode, Observation, Recipe, Replay
 from torchscout.replay.recipes.optimizer_slice import local_of
 from torchscout.replay.recipes.rest_window import Pace, Window, size_of
-from torchscout.replay.recipes.working_copies import CopyWatch, WorkingCopies
+from torchscout.replay.recipes.working_copies import CopyWatch
 from torchscout.utils.cuda_graphs import is_capturing
 from torchscout.utils.reentrancy import in_own_work
 
@@ -61,19 +61,19 @@ class OwnedStateRecipe(Recipe):
         *,
         budget: float | None = None,
         is_learned: Callable[[], bool] = lambda: True,
-        copies: Callable[[], WorkingCopies] = WorkingCopies,
-        passes: Sequence[torch.nn.Module] = (),
+        copies: CopyWatch | None = None,
+        padding: Callable[[], Mapping[Surface, Sequence[range]]] = dict,
     ) -> None:
-        """``state`` returns what only this rank has; ``is_learned`` returns whether there is any.
+        """``state`` returns what only this rank has, ``padding`` the elements of it that are not used;
+        ``is_learned`` returns whether there is any state.
 
-        ``copies`` returns what the next update overwrites; ``passes`` are the modules that a forward pass
-        calls. ``budget`` is the share of a step's time that watching may take; None watches everything.
+        ``budget`` is the share of a step's time that watching may take; None watches everything.
         """
         self._state, self._optimizers, self._budget = state, optimizers, budget
-        self._is_learned = is_learned
+        self._is_learned, self._padding = is_learned, padding
         self.kind, self.role = kind, role
         self._hooks: list[Any] = []
-        self._copies, self._passes = CopyWatch(copies), passes
+        self._copies = copies or CopyWatch()
         self._step: int | None = None
         """The step of the last update; None while an update is in progress."""
         self._seen: set[Surface] = set()
@@ -100,8 +100,18 @@ class OwnedStateRecipe(Recipe):
         return {**self._copies.resting(), **self._state()}
 
     def state(self) -> Mapping[Surface, torch.Tensor]:
-        """Return what only this rank has."""
-        return self._state()
+        """Return what only this rank has, without padding."""
+        padding, found = self._padding(), dict[Surface, torch.Tensor]()
+        for name, tensor in self._state().items():
+            # What an optimizer keeps for each element is named after the state.
+            unused = padding.get(name) or padding.get(name.rpartition(".")[0]) or ()
+            if not unused or tensor.numel() < unused[-1].stop:
+                found[name] = tensor
+                continue
+            flat, begins = tensor.detach().view(-1), [0, *(each.stop for each in unused)]
+            ends = [*(each.start for each in unused), flat.numel()]
+            found |= {f"{name}[{a}:{b}]": flat[a:b] for a, b in zip(begins, ends, strict=True) if a < b}
+        return found
 
     def unwatched(self) -> Mapping[Surface, str]:
         """Return the working copies that are not watched, with the reasons."""
@@ -110,7 +120,7 @@ class OwnedStateRecipe(Recipe):
     def start(self) -> None:
         for optimizer in self._optimizers:
             self._hooks.append(optimizer.register_step_pre_hook(lambda *_: self._close_windows()))
-        for module in self._passes if self._copies.are_late else ():
+        for module in self._copies.passes if self._copies.are_late else ():
             self._hooks.append(module.register_forward_hook(lambda *_: self._pass_ended()))
 
     def close(self) -> None:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -121,8 +121,14 @@ class WorkingCopies:
 class CopyWatch:
     """Decides which working copies are watched, and records why others are not."""
 
-    def __init__(self, copies: Callable[[], WorkingCopies] = WorkingCopies) -> None:
-        self._copies, self._writes = copies, CollectiveWrites()
+    def __init__(
+        self,
+        copies: Callable[[], WorkingCopies] = WorkingCopies,
+        passes: Sequence[torch.nn.Module] = (),
+    ) -> None:
+        """``copies`` returns what the next update overwrites; ``passes`` are the modules that a forward pass
+        calls."""
+        self._copies, self._writes, self.passes = copies, CollectiveWrites(), passes
         self._begun: frozenset[Surface] = frozenset()
         """Everything watched since the last update."""
         self._windows: Counter[Surface] = Counter()
