@@ -13,6 +13,7 @@ import hashlib
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 from contextlib import suppress
@@ -63,6 +64,29 @@ def lose_machine() -> None:
             os.kill(each, signal.SIGKILL)
 
 
+def control_daemon(pipes: Path, *options: str, command: str = "") -> str:
+    """Call the program that controls the MPS daemon with these pipes."""
+    directories = {"CUDA_MPS_PIPE_DIRECTORY": str(pipes), "CUDA_MPS_LOG_DIRECTORY": str(pipes)}
+    answered = subprocess.run(
+        ["nvidia-cuda-mps-control", *options],
+        input=command,
+        stdout=None if options else subprocess.PIPE,  # a daemon would keep the pipe open
+        text=True,
+        timeout=60,
+        env=os.environ | directories | {"LD_PRELOAD": ""},
+        check=False,
+    )
+    return answered.stdout or ""
+
+
+def leave_daemon(pipes: Path) -> None:
+    """End the MPS servers of the earlier ranks: kernels of those that were killed still run in them."""
+    for each in control_daemon(pipes, command="get_server_list\n").split():
+        with suppress(ProcessLookupError, ValueError):
+            os.kill(int(each), signal.SIGKILL)
+    time.sleep(2)  # until the driver has reset the device, which would end new kernels too
+
+
 AGAIN = {"again": ("corrupt", "raises"), "lost_again": ("lost", "lost")}
 """What happens to the culprit, and then to the next rank as soon as the job has resumed."""
 
@@ -111,9 +135,14 @@ def main() -> None:
     if "apart" in sys.argv[4:]:
         directory = folder / f"disk-{host_name()}"
         os.environ["TORCHSCOUT_MEMORY"] = str(folder / f"memory-{host_name()}")
+    life = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     device = torch.device("cuda" if "cuda" in sys.argv[4:] else "cpu")
+    if (folder / f"mps-{life}").exists():
+        if life and os.environ["RANK"] == "0":
+            leave_daemon(folder / f"mps-{life - 1}")
+        os.environ["CUDA_MPS_PIPE_DIRECTORY"] = str(folder / f"mps-{life}")
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    rank, life = dist.get_rank(), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    rank = dist.get_rank()
     torch.manual_seed(0)
     # Gradients are summed by parameter: DDP sums them in another order after each start.
     model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(3))).to(device)
