@@ -32,6 +32,7 @@ def test_a_standby_neither_restarts_nor_closes_the_job(agents: list[ScoutRendezv
     member, standby = agents
     assert member.next_rendezvous().rank == 0
     ended: list[object] = []
+    counted: list[int] = []
 
     def wait() -> None:
         try:
@@ -43,10 +44,15 @@ def test_a_standby_neither_restarts_nor_closes_the_job(agents: list[ScoutRendezv
     waiting.start()
     until(lambda: standby._is_outside, "the second agent is a standby", 30.0)
     assert member.next_rendezvous().rank == 0, "the same agent runs the restarted job"
-    # As an agent that came while a larger job was between two rounds; torch would restart the job for it.
-    member._state.wait_list.add("node")
-    assert member._inner.num_nodes_waiting() == 1
-    assert member.num_nodes_waiting() == 0
+
+    def one_waits() -> bool:
+        """As an agent that came while a larger job was between two rounds; torch would restart the job."""
+        member._state.wait_list.add("node")  # until the state is read again, which heartbeats do
+        counted.append(member.num_nodes_waiting())
+        return member._inner.num_nodes_waiting() == 1
+
+    until(one_waits, "torch counts the agent", 30.0)
+    assert counted[-1] == 0
     standby.shutdown()
     time.sleep(1.5)  # torch reads the state once a second
     assert not member.is_closed()
