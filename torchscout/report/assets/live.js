@@ -1,6 +1,6 @@
-// A page that `scout watch` serves asks every second for what has changed, and draws that again.
+// A page that `scout watch` serves asks twice a second for what has changed, and draws that again.
 
-const POLL_MS = 1000;
+const POLL_MS = 500;
 
 function nowView(data) {
   if (!data.now) return null;
