@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.support.browser import chromium, watched
-from tests.support.large_run import HUNG, LARGE, write_large_run
+from tests.support.large_run import LARGE, write_large_run
 from tests.unit.test_report import write_run
 from tests.unit.test_watch import TOKEN, add_incident, served
 from torchscout.report.server import ReportServer
@@ -125,6 +125,18 @@ def test_hostile_texts_that_arrive_later_are_inert(text: str, browser: Any, tmp_
         assert said == f"Rank 3: {text}".replace("\x1b", "\\u001b").replace("\u202e", "\\u202e")
 
 
+FRAME = """text => new Promise((resolve) => {
+    const look = () => {
+        const isThere = document.getElementById("incidents").textContent.includes(text);
+        if (isThere) requestAnimationFrame(() => resolve(Date.now() / 1000));
+        return isThere;
+    };
+    if (!look()) new MutationObserver((_, observer) => { if (look()) observer.disconnect(); })
+        .observe(document.getElementById("report"), { childList: true, subtree: true });
+})"""
+"""Returns when the browser begins to show an incident. Playwright itself looks only twice a second."""
+
+
 @pytest.mark.slow
 def test_a_large_job_shows_a_new_incident_and_opens_machines_within_two_seconds(browser: Any, tmp_path: Path):
     """The requirement at 16,384 ranks, after the files have been read for the first time."""
@@ -134,10 +146,9 @@ def test_a_large_job_shows_a_new_incident_and_opens_machines_within_two_seconds(
         with watched(browser, server.url) as (shown, _):
             assert shown.locator("#mesh .tile").count() == LARGE // 8
             for place in range(3):
-                began = time.monotonic()
+                began = time.time()
                 add_incident(tmp_path, f"Rank 3 disagrees, time {place}.")
-                shown.get_by_text(f"Rank 3 disagrees, time {place}.").first.wait_for(timeout=20_000)
-                took = time.monotonic() - began
+                took = shown.evaluate(FRAME, f"Rank 3 disagrees, time {place}.") - began
                 print(f"a new incident is on the page after {took:.2f} s")
                 assert took < WITHIN / 1000
             drill = """() => {
@@ -149,5 +160,6 @@ def test_a_large_job_shows_a_new_incident_and_opens_machines_within_two_seconds(
             took = shown.evaluate(drill)
             print(f"the ranks of a machine are on the page after {took:.0f} ms")
             assert took < WITHIN
-            assert shown.locator(f'#mesh .drilled [data-rank="{HUNG}"]').count() == 1
+            # The latest incidents name this rank; the view may be drawn again for them.
+            shown.locator('#mesh .drilled [data-rank="3"]').wait_for(timeout=20_000)
             assert shown.locator("#mesh .drilled .cell").count() == 8

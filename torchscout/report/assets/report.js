@@ -11,9 +11,11 @@ const VIEWS = [
   ["coverage", "Coverage", ["coverage", "not_checked", "ranks"], coverageView],
   ["problems", null, ["problems", "unlisted_problems"], problemsView],
 ];
+const AT_ONCE = ["problems-note", "incidents", "now"];
 const placed = new Map();
 
-// `changed` are the names of parts; without it, all of them.
+// `changed` are the names of parts; without it, all of them. What has changed in a long view, such as the mesh of
+// a large job, is drawn after the browser has shown the others.
 function render(data, changed) {
   const root = document.getElementById("report");
   document.getElementById("run").replaceChildren(h("code", {}, shown(data.run_dir, 300)), h("br"), shown(data.sentence));
@@ -23,8 +25,14 @@ function render(data, changed) {
     root.replaceChildren(h("nav", { "aria-label": "sections", id: "sections" }));
     for (const [id] of VIEWS) placed.set(id, root.appendChild(document.createComment(id)));
   }
-  for (const [id, , parts, view] of VIEWS) {
-    if (changed && !parts.some((each) => changed.includes(each))) continue;
+  const due = VIEWS.filter(([, , parts]) => !changed || parts.some((each) => changed.includes(each)));
+  const later = changed ? due.filter(([id]) => !AT_ONCE.includes(id)) : [];
+  draw(data, due.filter((each) => !later.includes(each)));
+  if (later.length > 0) requestAnimationFrame(() => setTimeout(() => draw(data, later)));
+}
+
+function draw(data, views) {
+  for (const [id, , , view] of views) {
     const before = placed.get(id), after = view(data) || document.createComment(id);
     const state = stateIn(before);
     before.replaceWith(after);
