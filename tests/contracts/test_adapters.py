@@ -193,9 +193,15 @@ def too_different(adapter: Adapter) -> Worse:
     return Worse(adapter, "obstacle", f"rank {dist.get_rank()} says otherwise")
 
 
+def too_long(adapter: Adapter) -> Worse:
+    name, tensor = next(iter(adapter.parameters().items()))
+    return Worse(adapter, "padding", lambda: {name: [range(1, tensor.numel() + 1)]})
+
+
 @pytest.mark.parametrize(
     ("worse", "sentence"),
     [
+        (too_long, "padding() must be ranges of elements, ascending"),
         (too_often, "hook_updates must call before and after once a step"),
         (too_early, "after must be called when parameters are new"),
         (too_few, "parameters() must contain all of the model's, but lacks module.tokens.weight"),

@@ -89,6 +89,12 @@ def _tensors(adapter: Adapter, peers: Collection[int]) -> Iterator[str]:
         type(each).__name__ for each in adapter.optimizers() if not isinstance(each, torch.optim.Optimizer)
     ]:
         yield f"optimizers() must be PyTorch's, but these are not: {', '.join(wrong)}"
+    state = {**held, **adapter.owned_state()}
+    for name, unused in adapter.padding().items():
+        size = state[name].numel() if name in state else 0
+        ends = [0, *(place for each in unused for place in (each.start, each.stop)), size]
+        if ends != sorted(ends):
+            yield f"padding() must be ranges of elements, ascending, but {name} with {size} has {[*unused]}"
     yield from _differing("parameters()'s names", sorted(held), peers)
     yield from _differing("owned_state()'s names", sorted(adapter.owned_state()), peers)
 
