@@ -37,13 +37,13 @@ class Client:
         return [name for name in self.needs if find_spec(name) is None]
 
 
+_NO_HOOK = "not tried: compiled code cannot hold the hook"
+
 CLIENTS: dict[str, Client] = {
     "nanogpt": Client(language.fp32, quick=True),
     "nanogpt-bf16": Client(language.bf16, patience=3),
     "nanogpt-fp16": Client(language.fp16, patience=4),
-    "nanogpt-compiled": Client(
-        language.compiled, patience=3, not_slowed="not tried: compiled code cannot hold the hook"
-    ),
+    "nanogpt-compiled": Client(language.compiled, patience=3, not_slowed=_NO_HOOK),
     "nanogpt-float8": Client(language.float8),
     "nanogpt-accumulation": Client(language.accumulation),
     "activation-offload": Client(language.activation_offload),
@@ -67,8 +67,10 @@ CLIENTS: dict[str, Client] = {
     "gan-generator-only": Client(vision.gan_generator_only),
     "distillation": Client(vision.distillation),
     "fsdp2": Client(sharded.fsdp2, flip="reported"),
-    "fsdp2-compiled": Client(sharded.fsdp2_compiled, flip="reported", patience=3),
-    "fsdp2-compiled-blocks": Client(sharded.fsdp2_compiled_blocks, flip="reported", patience=3),
+    "fsdp2-compiled": Client(sharded.fsdp2_compiled, flip="reported", patience=3, not_slowed=_NO_HOOK),
+    "fsdp2-compiled-blocks": Client(
+        sharded.fsdp2_compiled_blocks, flip="reported", patience=3, not_slowed=_NO_HOOK
+    ),
     "hsdp": Client(sharded.hsdp, ranks=6),
     "tensor-parallel": Client(sharded.tensor_parallel, ranks=2, flip="reported"),
     "huggingface": Client(frameworks.huggingface_loop, needs=("transformers",)),

@@ -1,7 +1,9 @@
 """The figures that ``persistence`` promises, and the reasons behind its rules."""
 
 import pickle
+from dataclasses import replace
 from functools import partial
+from itertools import count
 
 import numpy as np
 import pytest
@@ -9,18 +11,19 @@ import pytest
 from torchscout.config import StragglerConfig
 from torchscout.decision.consensus.rules import statistical
 from torchscout.decision.records.record import EvidenceRecord, Manifestation
-from torchscout.decision.straggler.persistence import Persistence
+from torchscout.decision.straggler.persistence import Chance, Persistence
 from torchscout.decision.straggler.ranks import RankStragglers
 from torchscout.mesh import Mesh
 
 SIZES = [8, 64, 128]
 STRAGGLERS = [pytest.param(0.1, 2.0, id="2x in 10%"), pytest.param(0.01, 1.15, id="1.15x in 1%")]
 RANDOM = [pytest.param(0.0, id="quiet"), pytest.param(0.01, id="random")]
+STEPS = count()
 
 
 def timed(times, surface="time/module"):
     return EvidenceRecord(
-        step=0,
+        step=next(STEPS),
         surface=surface,
         manifestation=Manifestation.STRAGGLER,
         peers=tuple(range(len(times))),
@@ -156,6 +159,26 @@ def steady(peers, slow=(), factor=2.0):
 def test_a_small_quiet_job_needs_the_configured_rounds_only():
     assert run(Persistence(StragglerConfig()), [steady(4, {1})] * 5) == [(2, 1)]
     assert run(Persistence(StragglerConfig(confirmations=4)), [steady(4, {1})] * 5) == [(4, 1)]
+
+
+def test_peer_groups_share_what_they_know_about_chance():
+    """A pair is as restless as the 31 others, and would be reported for that if it were alone."""
+    config = StragglerConfig()
+    apart, together = [
+        [Persistence(config, chance) for chance in chances]
+        for chances in ([None] * 32, [Chance(config, ranks=64)] * 32)
+    ]
+    rng, reported = np.random.default_rng(0), {"apart": 0, "together": 0}
+    for _ in range(20):
+        step = next(STEPS)
+        for pair, times in enumerate(noise(rng, 32, 2, sigma=0.06)):
+            record = replace(timed(times), step=step, peers=(2 * pair, 2 * pair + 1))
+            reported["apart"] += len(apart[pair].observe([record]))
+            reported["together"] += len(together[pair].observe([record]))
+    assert reported["together"] == 0
+    assert reported["apart"] > 0
+    slow = [replace(timed([50.0, 100.0]), step=next(STEPS)) for _ in range(6)]
+    assert [run.rank for record in slow for run in together[0].observe([record])] == [1]
 
 
 def test_a_restless_job_needs_more_rounds():

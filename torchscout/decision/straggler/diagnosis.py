@@ -23,7 +23,7 @@ from torchscout.decision.consensus.rules import Status, robust_scale, statistica
 from torchscout.decision.progress import Phase
 from torchscout.decision.records.record import Action, EvidenceRecord, Incident, Manifestation, Scope
 from torchscout.decision.straggler.groups import GroupDiagnosis
-from torchscout.decision.straggler.persistence import Persistence, SlowRun, Times
+from torchscout.decision.straggler.persistence import Chance, Persistence, SlowRun, Times
 from torchscout.decision.straggler.ranks import RankStragglers, slow_rank
 from torchscout.decision.straggler.timings import Timings
 from torchscout.mesh import LayerKind, Mesh
@@ -176,6 +176,7 @@ class PhaseDiagnosis:
     def __init__(self, mesh: Mesh, config: StragglerConfig) -> None:
         self._mesh, self._config = mesh, config
         self._histories: dict[tuple[Phase, tuple[int, ...]], Persistence] = {}
+        self._chances = {phase: Chance(config, len(mesh)) for phase in Phase}
 
     def observe(self, step: int, milliseconds: Mapping[Phase, Mapping[int, float]]) -> list[Incident]:
         """Add one survey: the recent time of each phase on each rank that timed it."""
@@ -202,7 +203,7 @@ class PhaseDiagnosis:
             peers=timed,
             verdict=statistical(values, kappa=self._config.kappa, ratio=self._config.min_slowdown_ratio),
         )
-        history = self._histories.setdefault((phase, peers), Persistence(self._config))
+        history = self._histories.setdefault((phase, peers), Persistence(self._config, self._chances[phase]))
         return [
             slow_rank(self._mesh, [run], step, partial(_sentence, phase, run))
             for run in history.observe([record])

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from torchscout.decision.consensus.rules import Dispersion
     from torchscout.decision.records.record import EvidenceRecord
 
-__all__ = ["Persistence", "SlowRun", "Times"]
+__all__ = ["Chance", "Persistence", "SlowRun", "Times"]
 
 # [Note: A slow round]
 #
@@ -37,7 +37,9 @@ __all__ = ["Persistence", "SlowRun", "Times"]
 # for a rank if it lies beyond kappa *pooled* scales: the median of the scales of recent rounds, each relative
 # to its own round. The time of the slowest rank is left out of its own scale; otherwise a straggler among few
 # peers would widen the scale that it is measured with. The rounds of an unfinished run are evaluated again as
-# the pooled scale improves, so that the first, noisiest estimate of a new job is not final.
+# the pooled scale improves, so that the first, noisiest estimate of a new job is not final. The scale is
+# never below the usual one of all peer groups of the job: two or three peers may be alike in a few rounds by
+# chance, and two that never agreed have no scale at all.
 #
 # The verdict of at least one round of the run must have named the rank, so that a surface with quiet and
 # noisy layers, whose pooled scale is too small for some of them, reports only ranks that C3 has named.
@@ -53,9 +55,11 @@ __all__ = ["Persistence", "SlowRun", "Times"]
 #
 # If a rank were slow by chance in a share p of its rounds, one of N ranks would be slow k times in a row
 # about N * p**k times a round. The required k is the smallest that keeps this within ``false_alarm_rate``,
-# and at least ``confirmations``. p is counted among the *other* ranks, so that a straggler does not raise its
-# own k, and counts beginnings of runs, so that one lasting straggler does not hide the next. The prior lets a
-# small quiet job report after ``confirmations`` rounds, and a few rounds of a large job outweigh it.
+# and at least ``confirmations``. N is the number of ranks in the job and p is counted among all of them,
+# since a job of many small peer groups has as many chances to be wrong as one large group. p is counted among
+# the *other* ranks, so that a straggler does not raise its own k, and counts beginnings of runs, so that one
+# lasting straggler does not hide the next. The prior lets a small quiet job report after ``confirmations``
+# rounds, and a few rounds of a large job outweigh it.
 _PRIOR_SLOW, _PRIOR_SEEN = 0.5, 100.0
 
 
@@ -174,18 +178,54 @@ class _Run:
 
 
 class _Round(NamedTuple):
+    step: int
     measured: int
-    begun: tuple[int, ...]
+    begun: frozenset[int]
     """The ranks whose run began in this round."""
+
+
+class Chance:
+    """How often ranks were slow by chance in recent rounds of one surface, and how far their times differ.
+
+    See [Note: How many rounds] and [Note: A slow round].
+    """
+
+    def __init__(self, config: StragglerConfig, ranks: int = 0) -> None:
+        """``ranks`` are those of the job, if its peer groups share this."""
+        self._config, self._ranks = config, ranks
+        self._rounds: deque[_Round] = deque(maxlen=config.history)
+        self._scales: deque[float] = deque(maxlen=config.history)
+
+    @property
+    def scale(self) -> float:
+        """The usual scale of a peer group, without its slowest rank; 0 if none is known."""
+        return statistics.median(self._scales) if self._scales else 0.0
+
+    def add_spreads(self, spreads: Sequence[Spread]) -> None:
+        self._scales.extend(each.scale_without_slowest for each in spreads)
+
+    def add(self, step: int, measured: int, begun: frozenset[int]) -> None:
+        """Add one round of a peer group; those of one step are one round of the job."""
+        if self._rounds and self._rounds[-1].step == step:
+            last = self._rounds.pop()
+            measured, begun = measured + last.measured, begun | last.begun
+        self._rounds.append(_Round(step, measured, begun))
+
+    def needed(self, rank: int, peers: int) -> int:
+        """Return how many rounds of a rank must be slow."""
+        others = sum(len(past.begun) - (rank in past.begun) for past in self._rounds)
+        seen = sum(past.measured - 1 for past in self._rounds)
+        rate = (_PRIOR_SLOW + others) / (_PRIOR_SEEN + seen)
+        repeats = math.log(max(peers, self._ranks) / self._config.false_alarm_rate) / -math.log(rate)
+        return max(self._config.confirmations, math.ceil(repeats))
 
 
 class Persistence:
     """Recent rounds of one surface among one peer group, and the ranks that are slow in them."""
 
-    def __init__(self, config: StragglerConfig) -> None:
-        self._config = config
+    def __init__(self, config: StragglerConfig, chance: Chance | None = None) -> None:
+        self._config, self._chance = config, chance or Chance(config)
         self._spreads: deque[Spread] = deque(maxlen=config.history)
-        self._rounds: deque[_Round] = deque(maxlen=config.history)
         self._runs: dict[int, _Run] = {}
 
     @property
@@ -212,7 +252,7 @@ class Persistence:
             run = self._runs.get(rank)
             rounds = [excess, *(each for each, _ in run.rounds)] if run is not None else [excess]
             limit = self._limit(rank, times.spread)
-            is_often = sum(each > limit for each in rounds) >= self._needed(rank, len(times))
+            is_often = sum(each > limit for each in rounds) >= self._chance.needed(rank, len(times))
             if is_often and not (run is not None and run.reported):
                 found.add(rank)
         return found
@@ -225,7 +265,9 @@ class Persistence:
         timed = [(record, times) for record in records if (times := Times.of(record)) is not None]
         if not timed:
             return []
-        self._spreads.extend(times.spread for record, times in timed if not _unsettled(record))
+        spreads = [times.spread for record, times in timed if not _unsettled(record)]
+        self._spreads.extend(spreads)
+        self._chance.add_spreads(spreads)
         behind = self._behind(timed)
         for rank in self._runs.keys() - behind.keys():
             if any(rank in times.of_rank for _, times in timed):
@@ -233,8 +275,8 @@ class Persistence:
         several = chain.from_iterable(times.of_rank for _, times in timed)
         measured = len(timed[0][1]) if len(timed) == 1 else len({*several})
         slow = {rank: self._slow_rounds(rank, *behind[rank]) for rank in sorted(behind)}
-        begun = tuple(rank for rank, proof in slow.items() if proof and self._begins(rank))
-        self._rounds.append(_Round(measured, begun))
+        begun = frozenset(rank for rank, proof in slow.items() if proof and self._begins(rank))
+        self._chance.add(timed[0][0].step, measured, begun)
         return [run for rank, proof in slow.items() if (run := self._confirm(rank, proof, measured))]
 
     def _behind(
@@ -259,9 +301,8 @@ class Persistence:
 
     def _limit(self, rank: int, *more: Spread) -> float:
         """The excess above which a round is slow."""
-        # A pair that never agreed has no scale: only materiality counts.
         scales = [spread.scale_for(rank) for spread in (*self._spreads, *more)]
-        return self._config.kappa * statistics.median(scales) if scales else 0.0
+        return self._config.kappa * max(statistics.median(scales or [0.0]), self._chance.scale)
 
     def _begins(self, rank: int) -> bool:
         run = self._runs[rank]
@@ -271,19 +312,11 @@ class Persistence:
     def _confirm(self, rank: int, proof: list[EvidenceRecord], peers: int) -> SlowRun | None:
         named = [place for place, record in enumerate(proof) if rank in record.ranks]
         shown = named or [place for place, record in enumerate(proof) if _unsettled(record)]
-        if not shown or len(proof) < self._needed(rank, peers):
+        if not shown or len(proof) < self._chance.needed(rank, peers):
             return None
         self._runs[rank].reported = True
         self._runs[rank].rounds.clear()
         return SlowRun(rank, (proof.pop(shown[-1]), *proof))
-
-    def _needed(self, rank: int, peers: int) -> int:
-        """See [Note: How many rounds]."""
-        others = sum(other != rank for past in self._rounds for other in past.begun)
-        seen = sum(past.measured - 1 for past in self._rounds)
-        rate = (_PRIOR_SLOW + others) / (_PRIOR_SEEN + seen)
-        repeats = math.log(peers / self._config.false_alarm_rate) / -math.log(rate)
-        return max(self._config.confirmations, math.ceil(repeats))
 
 
 def _unsettled(record: EvidenceRecord) -> bool:

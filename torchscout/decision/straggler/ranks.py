@@ -19,7 +19,7 @@ from torchscout.decision.records.record import (
     Surface,
     surfaces_in_words,
 )
-from torchscout.decision.straggler.persistence import Persistence, SlowRun, Times
+from torchscout.decision.straggler.persistence import Chance, Persistence, SlowRun, Times
 from torchscout.mesh import Mesh
 from torchscout.utils.text import named, sentences
 
@@ -42,6 +42,7 @@ class RankStragglers:
     def __init__(self, mesh: Mesh, config: StragglerConfig) -> None:
         self._mesh, self._config = mesh, config
         self._histories: dict[tuple[tuple[int, ...], Surface], _History] = {}
+        self._chances: dict[Surface, _Chances] = {}
 
     def observe(self, records: Sequence[EvidenceRecord]) -> list[Incident]:
         """Add the records of one check, without cold rounds (compilation, first use of memory)."""
@@ -51,19 +52,25 @@ class RankStragglers:
                 timed[record.peers, record.surface].append(record)
         slow: dict[int, list[SlowRun]] = defaultdict(list)
         for key, found in timed.items():
-            for run in self._histories.setdefault(key, _History(self._config)).observe(found):
+            history = self._histories.setdefault(key, self._new_history(key[1]))
+            for run in history.observe(found):
                 slow[run.rank].append(run)
         return [self._incident(runs, records[0].step) for runs in slow.values()]
 
     def suspicious_layers(self, records: Sequence[EvidenceRecord]) -> set[str | None]:
         """Return the layers for which these records would report a slow rank, without adding them."""
-        unknown = _History(self._config)
         return {
             record.layer
             for record in records
             if record.surface in COMPUTATION
-            and self._histories.get((record.peers, record.surface), unknown).would_report(record)
+            and (
+                self._histories.get((record.peers, record.surface)) or self._new_history(record.surface)
+            ).would_report(record)
         }
+
+    def _new_history(self, surface: Surface) -> _History:
+        chances = self._chances.setdefault(surface, _Chances(self._config, len(self._mesh)))
+        return _History(self._config, chances)
 
     def _incident(self, runs: Sequence[SlowRun], step: int) -> Incident:
         rank, times, since = runs[0].rank, Times.of(runs[0].records[0]), runs[0].since
@@ -107,6 +114,18 @@ def slow_rank(
     )
 
 
+class _Chances:
+    """Those of one surface in any layer, and in each, for all peer groups."""
+
+    def __init__(self, config: StragglerConfig, ranks: int) -> None:
+        self._config, self._ranks = config, ranks
+        self.all = Chance(config, ranks)
+        self._layers: dict[str | None, Chance] = {}
+
+    def of(self, layer: str | None) -> Chance:
+        return self._layers.setdefault(layer, Chance(self._config, self._ranks))
+
+
 class _History:
     """Ranks that stay slow on one surface, in any layer or whenever it is one layer's turn.
 
@@ -114,14 +133,14 @@ class _History:
     that layer is replayed again.
     """
 
-    def __init__(self, config: StragglerConfig) -> None:
-        self._config = config
-        self._all = Persistence(config)
+    def __init__(self, config: StragglerConfig, chances: _Chances) -> None:
+        self._config, self._chances = config, chances
+        self._all = Persistence(config, chances.all)
         self._layers: dict[str | None, Persistence] = {}
 
     def would_report(self, record: EvidenceRecord) -> bool:
         """Whether the record would report a rank that has not been reported."""
-        layer = self._layers.get(record.layer) or Persistence(self._config)
+        layer = self._layers.get(record.layer) or self._new(record.layer)
         found = self._all.would_confirm(record) | layer.would_confirm(record)
         return not found <= self._all.confirmed | self._confirmed_in_layers()
 
@@ -134,9 +153,12 @@ class _History:
         for record in records:
             by_layer[record.layer].append(record)
         for layer, found in by_layer.items():
-            history = self._layers.setdefault(layer, Persistence(self._config))
+            history = self._layers.setdefault(layer, self._new(layer))
             runs |= {run.rank: run for run in history.observe(found) if run.rank not in known}
         return [runs[rank] for rank in sorted(runs)]
+
+    def _new(self, layer: str | None) -> Persistence:
+        return Persistence(self._config, self._chances.of(layer))
 
     def _confirmed_in_layers(self) -> set[int]:
         return set().union(*(each.confirmed for each in self._layers.values()))
