@@ -112,16 +112,16 @@ class Hangs:
         draft: _Draft = _MAKERS[family](self, chance)
         on_devices = not draft.late_hosts or bool(chance.random() < 0.5)
         reports = self._reports(draft, chance, on_devices=on_devices)
-        told = _Round(self._truth(draft), {r: each for r, each in reports.items() if r not in draft.absent})
-        self._disturb(told, condition, chance)
-        return self._sent(told)
+        drawn = _Round(self._truth(draft), {r: each for r, each in reports.items() if r not in draft.absent})
+        self._disturb(drawn, condition, chance)
+        return self._sent(drawn)
 
-    def _sent(self, told: _Round) -> Hang:
+    def _sent(self, drawn: _Round) -> Hang:
         posts, early = (
             {rank: self.reporter.post(rank, report) for rank, report in each.items()}
-            for each in (told.reports, told.early)
+            for each in (drawn.reports, drawn.early)
         )
-        return Hang(told.truth, posts, early, told.repeated, told.insistent)
+        return Hang(drawn.truth, posts, early, drawn.repeated, drawn.insistent)
 
     def _truth(self, draft: _Draft) -> Truth:
         waited = draft.standing.waited_for
@@ -254,12 +254,12 @@ class Hangs:
             reports[rank] = _ended(self._full(rank, reports), process, since, draft.killed)
 
     def _full(self, rank: int, reports: Mapping[int, Stand | RankReport]) -> RankReport:
-        told = reports[rank]
-        return self.reporter.report(rank, told) if isinstance(told, Stand) else told
+        report = reports[rank]
+        return self.reporter.report(rank, report) if isinstance(report, Stand) else report
 
-    def _disturb(self, told: _Round, condition: str, chance: np.random.Generator) -> None:
+    def _disturb(self, drawn: _Round, condition: str, chance: np.random.Generator) -> None:
         """Change the round into what arrives at the hub."""
-        reports = told.reports
+        reports = drawn.reports
         ranks = np.array(sorted(reports))
 
         def some(share: float) -> list[int]:
@@ -268,15 +268,15 @@ class Hangs:
 
         if condition == "lost_messages":
             lost = frozenset(some(float(chance.choice([0.001, 0.01, 0.05]))))
-            told.reports = {rank: each for rank, each in reports.items() if rank not in lost}
-            told.truth = replace(told.truth, unseen=lost)
+            drawn.reports = {rank: each for rank, each in reports.items() if rank not in lost}
+            drawn.truth = replace(drawn.truth, unseen=lost)
         elif condition in ("few_stacks", "no_stacks"):
             share = 1.0 if condition == "no_stacks" else float(chance.choice([0.1, 0.5, 0.9]))
             reports |= {rank: _without_stack(reports[rank]) for rank in some(share)}
         elif condition == "late_messages":
-            told.early = {rank: _moving(reports[rank]) for rank in some(0.01)}
+            drawn.early = {rank: _moving(reports[rank]) for rank in some(0.01)}
         elif condition == "duplicates":
-            told.repeated = frozenset(some(float(chance.choice([0.01, 0.5, 1.0]))))
+            drawn.repeated = frozenset(some(float(chance.choice([0.01, 0.5, 1.0]))))
         elif condition == "skew":
             for rank in some(0.1):
                 reports[rank] = _skewed(reports[rank], float(chance.lognormal(0.0, 1.0)))
@@ -288,23 +288,23 @@ class Hangs:
         return STEP * self.job.counts[stage][-1][slot.kind] + slot.ordinal + 1
 
 
-def _without_stack(told: Stand | RankReport) -> Stand | RankReport:
-    if isinstance(told, Stand):
-        return told._replace(waiting=None)
-    return replace(told, status=replace(told.status, waiting=None))
+def _without_stack(report: Stand | RankReport) -> Stand | RankReport:
+    if isinstance(report, Stand):
+        return report._replace(waiting=None)
+    return replace(report, status=replace(report.status, waiting=None))
 
 
-def _moving(told: Stand | RankReport) -> Stand | RankReport:
-    return told._replace(moving=True) if isinstance(told, Stand) else replace(told, moving=True)
+def _moving(report: Stand | RankReport) -> Stand | RankReport:
+    return report._replace(moving=True) if isinstance(report, Stand) else replace(report, moving=True)
 
 
-def _skewed(told: Stand | RankReport, factor: float) -> Stand | RankReport:
-    if isinstance(told, Stand):
-        return told._replace(silent_seconds=told.silent_seconds * factor)
-    progress = told.status.progress
+def _skewed(report: Stand | RankReport, factor: float) -> Stand | RankReport:
+    if isinstance(report, Stand):
+        return report._replace(silent_seconds=report.silent_seconds * factor)
+    progress = report.status.progress
     assert progress is not None
     slower = replace(progress, silent_seconds=progress.silent_seconds * factor)
-    return replace(told, status=replace(told.status, progress=slower))
+    return replace(report, status=replace(report.status, progress=slower))
 
 
 def _ended(report: RankReport, process: Process, seconds: float, killed: bool) -> RankReport:

@@ -75,15 +75,15 @@ class Reporter:
         status = RankStatus(rank, Process.RUNNING, self._progress(rank, stand), stand.waiting)
         return RankReport(status, self.job.lines_of[rank], moving=stand.moving)
 
-    def post(self, rank: int, told: Stand | RankReport) -> Post:
+    def post(self, rank: int, report: Stand | RankReport) -> Post:
         """Return what arrives at the hub."""
-        if isinstance(told, RankReport):
-            return Post(post_of(told, 1), self.job.size)
-        found = self._posts.get((rank, told))
+        if isinstance(report, RankReport):
+            return Post(post_of(report, 1), self.job.size)
+        found = self._posts.get((rank, report))
         if found is None:
             if len(self._posts) >= _MOST:
                 self._posts.clear()
-            found = self._posts[rank, told] = Post(self._written(rank, told), self.job.size)
+            found = self._posts[rank, report] = Post(self._written(rank, report), self.job.size)
         return found
 
     def _written(self, rank: int, stand: Stand) -> bytes:
