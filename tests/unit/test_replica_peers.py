@@ -141,8 +141,9 @@ def test_what_was_changed_on_its_way_is_refused(owner: Peer, tmp_path: Path, num
     data = seal(tmp_path / "made", 0, 1, size=2 * PIECE + 99).read_bytes()
     owner.send(offer("t", len(data)))
     secret = Secret.from_json(owner.receive_next("ready")["secret"])
+    stream = [*damaged_streams(secret, data)][number]  # takes long; a connection must show its ticket soon
     with socket.create_connection(owner.address) as connection:
-        connection.sendall(MAGIC + secret.ticket + [*damaged_streams(secret, data)][number])
+        connection.sendall(MAGIC + secret.ticket + stream)
         answer = owner.receive_next("refused", "sealed")
     assert answer["kind"] == "refused"
     assert "damaged in transit" in answer["why"]
@@ -154,8 +155,9 @@ def test_a_stream_that_ends_early_leaves_nothing(owner: Peer, tmp_path: Path):
     owner.send(offer("t", len(data)))
     secret = Secret.from_json(owner.receive_next("ready")["secret"])
     assert files(tmp_path / "b") != []
+    stream = sealed_pieces(secret, data)[: PIECE + 300]
     with socket.create_connection(owner.address) as connection:
-        connection.sendall(MAGIC + secret.ticket + sealed_pieces(secret, data)[: PIECE + 300])
+        connection.sendall(MAGIC + secret.ticket + stream)
     until(lambda: files(tmp_path / "b") == [], "it is dropped")
 
 
