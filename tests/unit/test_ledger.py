@@ -194,7 +194,9 @@ assert "torch" not in sys.modules
 
 def test_a_writer_killed_at_any_instant_leaves_a_whole_state_and_never_an_older_one(tmp_path: Path):
     last = 0
-    for attempt in range(20):
+    for attempt in range(200):
+        if attempt >= 20 and last > 1:  # on a busy machine it may take longer to write
+            break
         process = subprocess.Popen(
             [sys.executable, "-c", WRITER, str(tmp_path), str(last + 1)], stdout=subprocess.PIPE, text=True
         )

@@ -127,17 +127,17 @@ def test_a_command_reads_the_decision(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize(
-    ("command", "problem"),
+    ("command", "seconds", "problem"),
     [
-        (["/nonexistent/command"], "could not be started"),
-        ([sys.executable, "-c", "raise SystemExit(3)"], "ended with status 3"),
-        ([sys.executable, "-c", "import time; time.sleep(600)"], "was ended after 0.5 s"),
+        (["/nonexistent/command"], 30.0, "could not be started"),
+        ([sys.executable, "-c", "raise SystemExit(3)"], 30.0, "ended with status 3"),
+        ([sys.executable, "-c", "import time; time.sleep(600)"], 0.5, "was ended after 0.5 s"),
     ],
 )
 def test_a_command_that_fails_or_hangs_changes_nothing(
-    tmp_path: Path, command: list[str], problem: str, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, command: list[str], seconds: float, problem: str, capfd: pytest.CaptureFixture[str]
 ):
-    config = RecoveryConfig(act=("restart", "replace"), on_decision=command, on_decision_seconds=0.5)
+    config = RecoveryConfig(act=("restart", "replace"), on_decision=command, on_decision_seconds=seconds)
     assert handled(tmp_path, SDC, config, plan_folder=tmp_path / "plans") == [EXIT_STATUS]
     for each in decision_command._started:
         each.wait(30)
