@@ -160,7 +160,9 @@ def test_a_slowdown_of_all_ranks_has_job_scope(tmp_path: Path):
         faults = slow_layers(faults, rank, "forward", range(8, 14))
     config = ReplayConfig(interval=1, recipes=("layer",), baseline=BaselineConfig(warmup=5))
     found = run_ranks(checked_training, 3, faults, 12, [], tmp_path, config, timeout=120)
-    assert incidents_of(found) == [("straggler", "job", (), 10)], found[0].incidents
+    ((*what, step),) = incidents_of(found)
+    assert what == ["straggler", "job", ()], found[0].incidents
+    assert 10 <= step <= 12  # a busy machine may have been slow before, too
 
 
 def test_a_rank_that_waits_for_a_slow_tensor_parallel_rank_is_not_named(tmp_path: Path):
