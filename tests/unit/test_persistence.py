@@ -11,7 +11,7 @@ import pytest
 from torchscout.config import StragglerConfig
 from torchscout.decision.consensus.rules import statistical
 from torchscout.decision.records.record import EvidenceRecord, Manifestation
-from torchscout.decision.straggler.persistence import Chance, Persistence
+from torchscout.decision.straggler.persistence import Chance, Persistence, Spread
 from torchscout.decision.straggler.ranks import RankStragglers
 from torchscout.mesh import Mesh
 
@@ -179,6 +179,19 @@ def test_peer_groups_share_what_they_know_about_chance():
     assert reported["apart"] > 0
     slow = [replace(timed([50.0, 100.0]), step=next(STEPS)) for _ in range(6)]
     assert [run.rank for record in slow for run in together[0].observe([record])] == [1]
+
+
+@pytest.mark.parametrize(("ranks", "rounds"), [(0, 2), (16, 3), (3072, 4)])
+def test_small_peer_groups_of_a_large_job_need_more_rounds(ranks, rounds):
+    assert Chance(StragglerConfig(), ranks).needed(0, peers=6) == rounds
+
+
+def test_noise_of_other_peer_groups_counts_for_a_pair_that_has_none_of_its_own():
+    config, restless = StragglerConfig(), Chance(StragglerConfig())
+    restless.add_spreads([Spread(0, 0.05, 0.05)] * 8)
+    differing = [[50.0, 57.5]] * 4
+    assert run(Persistence(config), differing) == [(2, 1)]
+    assert run(Persistence(config, restless), differing) == []
 
 
 def test_a_restless_job_needs_more_rounds():

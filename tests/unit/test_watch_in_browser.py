@@ -125,6 +125,20 @@ def test_hostile_texts_that_arrive_later_are_inert(text: str, browser: Any, tmp_
         assert said == f"Rank 3: {text}".replace("\x1b", "\\u001b").replace("\u202e", "\\u202e")
 
 
+def test_a_page_in_the_background_draws_long_views_once_when_it_is_seen_again(browser: Any, tmp_path: Path):
+    """A hidden tab gets no frames. Here they are kept back until the end."""
+    write_run(tmp_path)
+    hide = "() => { window.kept = []; window.requestAnimationFrame = (frame) => window.kept.push(frame); }"
+    with served(tmp_path) as server, watched(browser, server.url) as (shown, _):
+        shown.evaluate(hide)
+        for place in range(3):
+            add_incident(tmp_path, f"Rank 3 disagrees, time {place}.")
+            shown.locator("#incidents").get_by_text(f"Rank 3 disagrees, time {place}.").first.wait_for()
+        assert shown.evaluate("() => window.kept.length") == 1
+        shown.evaluate("() => window.kept.forEach((frame) => frame())")
+        shown.locator("#evidence").get_by_text("Rank 3 disagrees, time 2.").first.wait_for()
+
+
 FRAME = """text => new Promise((resolve) => {
     const look = () => {
         const isThere = document.getElementById("incidents").textContent.includes(text);

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from torchscout.decision.consensus.rules import Dispersion
     from torchscout.decision.records.record import EvidenceRecord
 
-__all__ = ["Chance", "Persistence", "SlowRun", "Times"]
+__all__ = ["Chance", "Persistence", "SlowRun", "Spread", "Times"]
 
 # [Note: A slow round]
 #

@@ -12,7 +12,7 @@ const VIEWS = [
   ["problems", null, ["problems", "unlisted_problems"], problemsView],
 ];
 const AT_ONCE = ["problems-note", "incidents", "now"];
-const placed = new Map();
+const placed = new Map(), waiting = new Set();
 
 // `changed` are the names of parts; without it, all of them. What has changed in a long view, such as the mesh of
 // a large job, is drawn after the browser has shown the others.
@@ -28,7 +28,15 @@ function render(data, changed) {
   const due = VIEWS.filter(([, , parts]) => !changed || parts.some((each) => changed.includes(each)));
   const later = changed ? due.filter(([id]) => !AT_ONCE.includes(id)) : [];
   draw(data, due.filter((each) => !later.includes(each)));
-  if (later.length > 0) requestAnimationFrame(() => setTimeout(() => draw(data, later)));
+  // Once for all that wait: a tab in the background gets no frames, perhaps for hours.
+  if (later.length > 0 && waiting.size === 0) requestAnimationFrame(() => setTimeout(() => drawWaiting(data)));
+  for (const each of later) waiting.add(each);
+}
+
+function drawWaiting(data) {
+  const views = [...waiting];
+  waiting.clear();
+  draw(data, views);
 }
 
 function draw(data, views) {
