@@ -3,12 +3,14 @@ make a tree of three levels."""
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 
+from tests.support.hangs import incidents
 from tests.support.ranks import run_ranks
 from tests.support.replay_jobs import Job, bytes_of
 from torchscout import communicators
@@ -18,6 +20,8 @@ from torchscout.collectives.interceptor import Pending, listen
 from torchscout.config import ReplayConfig
 from torchscout.decision.consensus import tree
 from torchscout.decision.consensus.tree import TreeChannel, groups_of
+from torchscout.decision.straggler.diagnosis import Slowness, Stragglers
+from torchscout.decision.straggler.timings import Timings
 from torchscout.errors import ChannelError
 from torchscout.faults.injector import Injector
 from torchscout.faults.plan import FaultPlan
@@ -129,6 +133,43 @@ def test_rank_0_finds_a_slow_rank_for_all(slow: int, tmp_path: Path):
     found = run_ranks(trained, RANKS, tmp_path, faults, timeout=120)
     assert [each.incidents for each in found] == [[("straggler", "rank", (slow,))]] * RANKS
     assert [each.failures for each in found] == [[]] * RANKS
+
+
+def trained_while_rank_0_looks(rank: int, run_dir: Path) -> tuple[list[bool], list[str]]:
+    """Rank 0 looks for slow ranks only once the next step has begun."""
+    narrow()
+    job, began, in_time, observe = Job(rank), threading.Event(), [], Stragglers.observe
+
+    def later(self: Stragglers, timings: Timings) -> Slowness:
+        in_time.append(began.wait(60))
+        return observe(self, timings)
+
+    Stragglers.observe = later  # type: ignore[method-assign]
+    with enable_resiliency(
+        job.model, job.optimizer, replay=CONFIG, observer=None, run_dir=run_dir
+    ) as session:
+        for _ in range(3):
+            began.clear()
+            job.train(1)
+            began.set()
+    return in_time, list(session.failures)
+
+
+def test_training_does_not_wait_while_rank_0_looks_for_slow_ranks(tmp_path: Path):
+    found = run_ranks(trained_while_rank_0_looks, RANKS, tmp_path, timeout=120)
+    assert found == [([True] * 3, []), *[([], [])] * (RANKS - 1)]
+
+
+def test_a_slow_rank_that_the_last_check_finds_is_recorded(tmp_path: Path):
+    faults = FaultPlan()
+    for layer in (0, 1):
+        faults = faults.delay(
+            rank=WRONG, at=f"stack.{layer}/forward", step=range(STEPS - 1, STEPS + 1), seconds=0.3, calls=None
+        )
+    found = run_ranks(trained, RANKS, tmp_path, faults, timeout=120)
+    assert [each.failures for each in found] == [[]] * RANKS
+    (incident,) = incidents(tmp_path)
+    assert (incident.scope.value, incident.ranks, incident.step) == ("rank", (WRONG,), STEPS)
 
 
 def test_a_wrong_result_names_its_rank(tmp_path: Path):

@@ -21,7 +21,6 @@ from torchscout.decision.records.record import EvidenceRecord, Incident, from_js
 from torchscout.decision.records.recorder import Recorder
 from torchscout.decision.records.summary import SummaryRecorder
 from torchscout.decision.sdc import OpenIncidents, SdcDiagnosis
-from torchscout.decision.straggler.diagnosis import Slowness
 from torchscout.decision.straggler.measured import Measured
 from torchscout.log import log
 from torchscout.mesh import LayerKind, Mesh
@@ -122,7 +121,6 @@ class ReplayDriver:
         )
         self._replayer.doubted = self._doubted
         self._recorder = parts.recorder if by_all else SummaryRecorder(parts.recorder, slow)
-        self._step_began = time.monotonic()
         self._last_check = 0
         """The step of the previous check, after which state may have been captured."""
         self._compared: Compared | None = None
@@ -189,16 +187,17 @@ class ReplayDriver:
         self._pace.step_took(update_ended - self._step_began)
         for each in self._owned_state:
             each.update_ended()
+        self._guard(self._conclude_times)
         if self._replayer.is_due:
             self._check(step, update_ended)
         self._begin(step + 1)
-        self._step_began = time.monotonic()
 
     def _begin(self, step: int) -> None:
         """Start to capture what is replayed after this step, and watch what must not change before then."""
         self._replayer.begin(step)
         for each in self._owned_state:
             each.watch_after(step - 1)
+        self._step_began = time.monotonic()
 
     def _check(self, step: int, began: float) -> None:
         self._parts.finish_update()
@@ -231,6 +230,7 @@ class ReplayDriver:
     def _exchange(
         self, step: int, findings: Findings, measured: Sequence[Measured], *, is_final: bool
     ) -> Compared:
+        self._guard(lambda: self._conclude_times(wait=True))
         changes = self._settings.requests if self._rank == 0 else 0
         first = self._communicators.size - self._rank if FINITE in self._history.held_up else 0
         own = _Ballot(SEVERITY.index(self._unsettled), 0, len(self._found), changes, first)
@@ -271,7 +271,8 @@ class ReplayDriver:
             return Outcome.NOT_CHECKED
         return outcome
 
-    def _conclude_times(self, slow: Slowness) -> None:
+    def _conclude_times(self, *, wait: bool = False) -> None:
+        slow = self._times.observed(wait=wait)
         own = [each for each in slow.incidents if self._times.reports_all or each.reporter == self._rank]
         self._guard(lambda: self._report(own))
         self._write(slow.records)
@@ -282,14 +283,13 @@ class ReplayDriver:
         highest = iter(compared.highest)
         agreed = _Ballot(*islice(highest, len(_Ballot._fields)))
         agreed_pace = PaceVote(*islice(highest, len(PaceVote._fields)))
-        self._guard(lambda: self._conclude_times(compared.slow))
+        self._guard(self._conclude_times)
         self._share_incidents(bool(agreed.found) or compared.is_slow)
         if self._history.is_new(FINITE, agreed.not_finite, self._communicators.size - self._rank):
             log.warning("rank %d, step %d: %s", self._rank, step, self._history.held_up[FINITE])
         if not SEVERITY[agreed.severity].accepted:
             self._rotation.take_back(EXPERTS, step)
-        counted = [*highest]
-        self._guard(lambda: self._certifier.decide(step, counted, check))
+        self._guard(lambda: self._certifier.decide(step, [*highest], check))
         if self._parts.keeps_history:
             self._guard(lambda: self._recorder.record(trust_in(self._certifier.state(), step)))
         self._unsettled, self._last_check = Outcome.HEALTHY, step
@@ -329,7 +329,6 @@ class ReplayDriver:
         gates = self._communicators.exchange(self._certifier.state())
         self._guard(lambda: self._certifier.agree(gates))
         self._begin(step + 1)
-        self._step_began = time.monotonic()
 
     def sweep(self, step: int, everything: bool) -> SweepReport:
         """Compare the state that was just loaded for this step, and replay ``everything`` on it if asked to.
@@ -393,6 +392,7 @@ class ReplayDriver:
         self._replayer.abandon()
         for each in self._recipes:
             each.close()
+        self._guard(lambda: self._conclude_times(wait=True))
         self._recorder.close()
 
     def _learn_ownership(self) -> None:
@@ -419,8 +419,8 @@ class ReplayDriver:
 
     def _share_incidents(self, were_found: bool) -> None:
         """Pass the incidents of all ranks to ``on_incidents``, if any rank has found one."""
-        own, self._found = self._found, []
         if were_found:
+            own, self._found = self._found, []
             for rank, found_by in enumerate(self._communicators.exchange([each.to_json() for each in own])):
                 every = map(from_json, found_by)
                 self._parts.on_incidents(rank, [each for each in every if isinstance(each, Incident)])

@@ -2,7 +2,8 @@
 
 In a job of one group of ranks, every rank receives all times and concludes the same. In a larger one, and
 unless every comparison is recorded, rank 0 does so for all. The others only need to know what to time again,
-and rank 0 reports what it finds.
+and rank 0 reports what it finds. For that, nobody waits: at 16,384 ranks it is half of rank 0's work, which a
+thread does beside the next step.
 
 The votes of a check are in the same message as its times, so that ranks wait for each other once.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -38,10 +40,8 @@ class Compared(NamedTuple):
     """The layers to time again, on all ranks alike; see ``Replayer.doubted``."""
     highest: list[int]
     """The highest of all ranks' votes."""
-    slow: Slowness
-    """What this rank found; nothing if another rank judges for it."""
-    is_slow: bool
-    """Whether any rank found an incident."""
+    is_slow: bool = False
+    """Whether every rank has found the same incidents."""
 
 
 class TimeComparison:
@@ -62,6 +62,7 @@ class TimeComparison:
         self._mesh, self._communicators, self._guard = mesh, communicators, guard
         self._config, self._by_all = straggler, by_all
         self._new_stragglers = partial(Stragglers, mesh, rank, straggler, baseline)
+        self._observed: Future[Slowness] | None = None
         self.start_over()
 
     def start_over(self) -> None:
@@ -85,8 +86,17 @@ class TimeComparison:
         )
         parts = zip(*map(_split, gathered), strict=True)
         layouts, columns, ballots = (Runs.joined([Runs.of(each) for each in part]) for part in parts)
-        doubted, slow = self._judge(step, layouts, columns, is_final)
-        return Compared(doubted, _highest(ballots), slow, bool(slow.incidents))
+        doubted = self._judge(step, layouts, columns, is_final)
+        is_slow = self._observed is not None and bool(self._observed.result().incidents)
+        return Compared(doubted, _highest(ballots), is_slow)
+
+    def observed(self, *, wait: bool = False) -> Slowness:
+        """Return what the latest final times have shown, once. Unless this waits, return nothing while they
+        are still compared."""
+        if self._observed is None or not (wait or self._observed.done()):
+            return _NOTHING
+        observed, self._observed = self._observed, None
+        return observed.result()
 
     @property
     def reports_all(self) -> bool:
@@ -99,25 +109,24 @@ class TimeComparison:
 
     def _consult(self, step: int, payloads: Sequence[bytes], is_final: bool) -> Compared:
         """Let rank 0 judge."""
-        slow = _NOTHING  # rank 0 alone finds any
 
         def answer(received: list[Runs]) -> bytes:
-            nonlocal slow
             layouts, columns, ballots = received
-            judged = self._guard(lambda: self._judge(step, layouts, columns, is_final))
-            doubted, slow = ({*()}, _NOTHING) if judged is None else judged
-            return json.dumps([[*doubted], _highest(ballots), bool(slow.incidents)]).encode()
+            doubted = self._guard(lambda: self._judge(step, layouts, columns, is_final)) or ()
+            return json.dumps([[*doubted], _highest(ballots)]).encode()
 
-        doubted, highest, is_slow = json.loads(self._communicators.consult(payloads, answer))
-        return Compared({*doubted}, highest, slow, is_slow)
+        doubted, highest = json.loads(self._communicators.consult(payloads, answer))
+        return Compared({*doubted}, highest)
 
-    def _judge(
-        self, step: int, layouts: Runs, columns: Runs, is_final: bool
-    ) -> tuple[set[str | None], Slowness]:
-        """Return the layers to time again; if there are none, what is slow."""
+    def _judge(self, step: int, layouts: Runs, columns: Runs, is_final: bool) -> set[str | None]:
+        """Return the layers to time again; if there are none, begin to look for what is slow."""
         timings = Timings(step, self._mesh, tables(layouts, columns), self._config)
         doubted = set() if is_final else self._stragglers.layers_to_time_again(timings)
-        return doubted, _NOTHING if doubted else self._stragglers.observe(timings)
+        if not doubted:
+            beside = ThreadPoolExecutor(1, "torchscout-times")
+            self._observed = beside.submit(self._stragglers.observe, timings)
+            beside.shutdown(wait=False)  # its thread ends when it has finished
+        return doubted
 
 
 def _split(payload: bytes) -> tuple[bytes, bytes, bytes]:
