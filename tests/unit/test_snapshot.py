@@ -270,6 +270,19 @@ def test_unfinished_files_of_a_killed_job_are_reused_and_damaged_ones_first(fold
     assert [path.name for path in temporary(folder)] == [".rank-1.abc.writing"]
 
 
+def test_a_file_of_a_job_that_was_killed_while_it_sealed_is_reused(folder: Path):
+    """It is read-only already, which only root may write to."""
+    left = folder / ".rank-0.abc.writing"
+    left.write_bytes(b"a whole snapshot")
+    left.chmod(0o400)
+    snapshots = Snapshots(folder, 0)
+    assert left.stat().st_mode & 0o777 == 0o600
+    assert taken(snapshots, 1, job()).wait(30)
+    assert not left.exists()
+    snapshots.close()
+    assert temporary(folder) == []
+
+
 def test_a_living_owners_file_is_not_taken_over_nor_cleaned_away(snapshots: Snapshots, folder: Path):
     assert taken(snapshots, 1, job()).wait(30)
     deadline = time.monotonic() + 30

@@ -236,7 +236,10 @@ class BufferPool:
         found = []
         for path in sorted(self._folder.glob(f".rank-{self._rank}.*.writing")):
             with suppress(OSError):  # removed meanwhile, or its owner is alive
-                found.append(SnapshotBuffer(path, None, _locked(path)))
+                buffer = SnapshotBuffer(path, None)
+                buffer.make_writable(True)  # the process may have been killed while it sealed or unsealed it
+                buffer.lock()
+                found.append(buffer)
         return found
 
     def _left_sealed(self) -> list[SnapshotBuffer]:
