@@ -8,7 +8,7 @@ from torchscout.config import StragglerConfig
 from torchscout.decision.consensus.rules import Status
 from torchscout.decision.progress import Phase, Process, RankStatus
 from torchscout.decision.records.record import Action, Incident, Manifestation, Scope
-from torchscout.decision.straggler.diagnosis import PhaseDiagnosis
+from torchscout.decision.straggler.diagnosis import PhaseDiagnosis, is_known
 from torchscout.mesh import Mesh
 from torchscout.observer.rounds.diagnosis import compare_phases
 from torchscout.observer.rounds.rank_report import RankReport
@@ -38,6 +38,22 @@ def test_a_rank_slow_in_two_surveys_is_named_once():
         "slow in 2 surveys since step 5."
     )
     assert survey(found, 20, 18, 17, 19, 412) == []
+
+
+def slow_from(step: int, phase: Phase = Phase.INPUT, slow: int = 3) -> Incident:
+    """What a hub reports whose surveys were at this step and four steps later."""
+    found, times = diagnosis(), [410.0 if rank == slow else 18.0 for rank in range(4)]
+    survey(found, step, *times, phase=phase)
+    (incident,) = survey(found, step + 4, *times, phase=phase)
+    return incident
+
+
+def test_what_two_hubs_find_is_one_incident_until_the_rank_was_fast():
+    known = slow_from(5)
+    assert known.step == 9
+    assert [is_known(slow_from(step), known) for step in (3, 7, 9, 10)] == [True, True, True, False]
+    assert not is_known(slow_from(7, Phase.CHECKPOINT_WRITE), known)
+    assert not is_known(slow_from(7, slow=2), known)
 
 
 @pytest.mark.parametrize(

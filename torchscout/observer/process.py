@@ -17,6 +17,7 @@ import resource
 import sys
 import time
 import traceback
+from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, replace
@@ -54,6 +55,8 @@ _ANNOUNCING_SECONDS = 0.05
 """The poll interval while a hub's answer is awaited."""
 _ENDING_SECONDS = 3.0
 """How long a trainer may take to end itself for a restart before its observer ends it."""
+_KNOWN = 64
+"""How many reports of slow phases a hub compares its own with."""
 _LEAVING_SECONDS = 2.0
 """How long to wait for a connection to send ``leave`` on: a hub stays for observers that have not left."""
 
@@ -71,6 +74,8 @@ class ObserverProcess:
         self._hub = None if spec.hub is None else self._host_hub(spec.hub)
         self._phases: PhaseDiagnosis | None = None
         """For this process's hub, created by the first survey."""
+        self._slow: deque[Incident] = deque(maxlen=_KNOWN)
+        """The latest slow phases that any hub has reported; hubs take turns if one answers late."""
         self._client: Client | None = None
         self._rounds: RoundClient | None = None
         self._copied: frozenset[int] = frozenset()
@@ -123,6 +128,8 @@ class ObserverProcess:
                 item = from_json(unpack(message["item"]))
                 if hub in self._copied and isinstance(item, Incident | Resolved):
                     self._write(item)
+                if isinstance(item, Incident) and item.manifestation is Manifestation.STRAGGLER:
+                    self._slow.append(item)
                 self._tell_trainer(item)
                 if self._late.must_end(item):  # it may be stopped, so that its threads cannot run
                     self._end_trainer_at = time.monotonic() + _ENDING_SECONDS
@@ -264,14 +271,15 @@ class ObserverProcess:
             return None
 
     def _compare(self, reports: Mapping[int, RankReport]) -> list[Incident]:
-        from torchscout.decision.straggler.diagnosis import PhaseDiagnosis
+        from torchscout.decision.straggler.diagnosis import PhaseDiagnosis, is_known
         from torchscout.observer.rounds.diagnosis import compare_phases
 
         try:
             if self._phases is None:
                 config = replace(self._spec.straggler, min_slowdown_ms=self.config.phase_ms)
                 self._phases = PhaseDiagnosis(self._mesh, config)
-            return compare_phases(reports, self._phases)
+            found = compare_phases(reports, self._phases)
+            return [each for each in found if not any(is_known(each, known) for known in self._slow)]
         except MISTAKES as error:
             self._report_failure(reports, error, "time", Manifestation.STRAGGLER)
             return []

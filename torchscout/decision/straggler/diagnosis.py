@@ -28,7 +28,7 @@ from torchscout.decision.straggler.ranks import RankStragglers, slow_rank
 from torchscout.decision.straggler.timings import Timings
 from torchscout.mesh import LayerKind, Mesh
 
-__all__ = ["Baseline", "PhaseDiagnosis", "Slowness", "Stragglers"]
+__all__ = ["Baseline", "PhaseDiagnosis", "Slowness", "Stragglers", "is_known"]
 
 
 class Baseline:
@@ -208,6 +208,15 @@ class PhaseDiagnosis:
             slow_rank(self._mesh, [run], step, partial(_sentence, phase, run))
             for run in history.observe([record])
         ]
+
+
+def is_known(incident: Incident, known: Incident) -> bool:
+    """Return whether another hub has reported a slow phase already, after which its ranks were never fast."""
+    return (
+        (known.manifestation, known.ranks) == (incident.manifestation, incident.ranks)
+        and {record.surface for record in known.records} == {record.surface for record in incident.records}
+        and min(record.step for record in incident.records) <= known.step
+    )
 
 
 def _sentence(phase: Phase, run: SlowRun, who: str, is_named: bool) -> str:
