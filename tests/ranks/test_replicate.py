@@ -74,7 +74,9 @@ def test_the_file_of_a_retired_copy_is_used_for_the_next(tmp_path: Path, retires
         assert numbers[2] == numbers[0]
         assert not [*holder.memory.glob(".spare.*")]
         assert len(files(holder.memory)) == 2
-        assert owner.ask("problems") == holder.ask("problems") == []
+        assert holder.ask("problems") == []
+        if retires == 0:  # otherwise the owner may have asked meanwhile, and noticed that a copy is gone
+            assert owner.ask("problems") == []
 
 
 def test_only_what_moves_bytes_has_a_low_priority_within_the_session_of_the_trainer(tmp_path: Path):

@@ -18,11 +18,11 @@ CPU = torch.device("cpu")
 
 
 def passing(rank: int, *, is_async: bool) -> Observation:
-    """Rank 1 computes for a quarter of a second; the others wait for it in the collective."""
+    """Rank 1 computes for a second; the others wait for it in the collective."""
     seen = Observation()
     with timed(CPU, seen, work="time/module", communication="time/{}@"):
         if rank == 1:
-            time.sleep(0.25)
+            time.sleep(1)
         work = dist.all_reduce(torch.ones(8), async_op=is_async)
         time.sleep(0.05)
         if work is not None:
@@ -35,11 +35,11 @@ def passing(rank: int, *, is_async: bool) -> Observation:
 def test_a_waiting_rank_is_not_the_slow_one(is_async: bool):
     found = run_ranks(passing_kind, 3, is_async)
     own = [each.times["time/module"] for each in found]
-    assert own[1] > 240
-    assert max(own[0], own[2]) < 200
+    assert own[1] > 990
+    assert max(own[0], own[2]) < 500
     laps = [each.laps["time/all_reduce@", (0, 1, 2)] for each in found]
     assert [[elements for elements, _ in each] for each in laps] == [[8], [8], [8]]
-    assert min(laps[0][0][1], laps[2][0][1]) > 150
+    assert min(laps[0][0][1], laps[2][0][1]) > 200  # a busy machine may delay those that wait
 
 
 def passing_kind(rank: int, is_async: bool) -> Observation:
