@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 
 from tests.support.planned_replay import Act, Planned, Rank, checked, fails, job, named, statuses
-from tests.support.thread_peers import ThreadPeers, on_threads
+from tests.support.thread_peers import CountedChannel, ThreadPeers, on_threads
 from tests.support.update_job import flip_lowest_bit
 from torchscout.decision.consensus.signature import PendingSignatures
 from torchscout.decision.repeatability import MAX_REPLAYS, Repeatability
@@ -259,6 +260,25 @@ def test_all_that_is_compared_shares_few_exchanges():
     checked(ranks)
     # The descriptions, the vote, one tensor, the evidence of all variants.
     assert [rank.peers.exchanges for rank in ranks] == [4, 4, 4]
+
+
+@pytest.mark.parametrize("failing", [None, 1])
+def test_no_rank_waits_for_its_device_before_all_have_joined_the_broadcast_on_devices(failing: int | None):
+    ranks = []
+    for peers in ThreadPeers.create_all((0, 1, 2), timeout=2.0):
+        peers.evidence = CountedChannel(peers.metadata)  # as over another network
+
+        def broadcast(_: torch.Tensor, *, source: int, rank: int = peers.rank) -> None:
+            """Return at once, as an operation of a device does."""
+            if rank == failing:
+                raise ChannelError("no memory")
+
+        peers.broadcast = broadcast  # type: ignore[method-assign]
+        ranks.append(Rank(peers, [Planned(peers.rank)]))
+    with nullcontext() if failing is None else pytest.raises(ChannelError):
+        checked(ranks)
+    replayed = ["observe" in rank.recipes[0].call_names() for rank in ranks]
+    assert replayed == [failing is None] * 3
 
 
 def test_all_state_is_exchanged_in_full_only_where_it_differs():

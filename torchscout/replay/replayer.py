@@ -5,9 +5,10 @@ one job-wide vote; work that is not ready on every rank is done on none. After t
 still takes part in every exchange, with a poison in place of its signatures.
 
 [Note: waiting on SCOUT's groups] A rank may sleep or die while it computes. All other ranks must then wait
-for it on SCOUT's groups, which have a timeout, and not on training's. So scratch data are sent over
-training's groups right after the vote; and if replays communicate, which only those of pure data-parallel
-jobs do not, there is a job-wide exchange before each of them.
+for it on SCOUT's groups of hosts, which have a timeout, and neither on training's groups nor for a device. So
+scratch data are sent over training's groups right after the vote; there is a job-wide exchange after
+broadcasts on devices; and if replays communicate, which only those of pure data-parallel jobs do not, there
+is one before each of them.
 
 [Note: equally many rounds on all ranks] The whole job agrees after each round on how often a target is
 replayed, because layers may be sharded, so that ranks of other peer groups compute together with this one. A
@@ -240,9 +241,10 @@ class Replayer:
                     sources.setdefault(self._active[place].source, []).extend(tensors)
             for source, tensors in sources.items():
                 receive_together(tensors, partial(peers.broadcast, source=source))
-        if self._may_communicate:
-            # A broadcast may fail on its source and succeed elsewhere. Without this exchange, some ranks
-            # would then replay over training's groups while others already train.
+        if self._may_communicate or any(each.evidence is not each.metadata for each in self._all_peers()):
+            # A broadcast may fail on one rank and succeed elsewhere. Without this exchange, some ranks would
+            # then replay over training's groups while others already train; and where a broadcast runs on
+            # devices, nothing would end it, so that hosts would wait for their devices for ever.
             self._job.highest([0])
         for run in runs.values():
             self._expect(run)
