@@ -26,11 +26,14 @@ import xxhash
 
 from torchscout.config import BaselineConfig, ReplayConfig, StragglerConfig
 from torchscout.decision.consensus import c3
+from torchscout.decision.consensus.rules import Status
 from torchscout.decision.consensus.tree import Runs, TreeChannel, groups_of
 from torchscout.decision.straggler.diagnosis import Stragglers
 from torchscout.decision.straggler.measured import Lap, Measured, encode, tables
 from torchscout.decision.straggler.timings import Timings
 from torchscout.mesh import Axis, Mesh, PeerGroup
+from torchscout.replay.recipe import Comparison, Mode
+from torchscout.replay.verdicts import Context, judge
 
 STEPS = 8
 LOCAL = 8
@@ -141,8 +144,13 @@ def simulated(size: int, mesh: Mesh, laps: Sequence[Lap], rounds: int = 5) -> di
 
     evidence, signatures = simulated_tree(size, equal)
 
+    context = Context(1, evidence.peers.ranks, "layer.0")
+    comparisons = [Comparison(surface, Mode.FORWARD) for surface in values]
+
     def compare() -> None:
-        assert all(each.agrees for each in c3.compare(evidence, values).values())
+        verdicts = c3.compare(evidence, values)
+        records = judge(context, comparisons, {name: each.evidence for name, each in verdicts.items()})
+        assert all(each.status == Status.AGREE.value for each in records)
 
     measured = [Measured("layer.0", (2, 8), dict.fromkeys(TIMES, 5.0), laps)]
     layout, column = encode(measured, mesh)
@@ -165,7 +173,7 @@ def simulated(size: int, mesh: Mesh, laps: Sequence[Lap], rounds: int = 5) -> di
     times, messages = simulated_tree(size, others)
     received_times: list[Timings] = []
 
-    def judge(received: list[Runs]) -> bytes:
+    def answer(received: list[Runs]) -> bytes:
         layouts, columns, votes = received
         highest = np.frombuffer(votes.payloads, "<i8").reshape(len(votes.lengths), -1).max(axis=0)
         received_times[:] = [Timings(1, mesh, tables(layouts, columns))]
@@ -182,7 +190,7 @@ def simulated(size: int, mesh: Mesh, laps: Sequence[Lap], rounds: int = 5) -> di
         for level in (*signatures, *messages):
             level.prepare()
         spent["evidence"].append(_timed(compare))
-        spent["times"].append(_timed(lambda: times.consult([layout, table[0].tobytes(), VOTES], judge)))
+        spent["times"].append(_timed(lambda: times.consult([layout, table[0].tobytes(), VOTES], answer)))
         spent["beside"].append(_timed(observe))
     found = {name: 1e3 * float(np.median(each)) for name, each in spent.items()}
     return {
