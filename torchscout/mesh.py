@@ -56,12 +56,17 @@ class LayerKind(str, Enum):
     EXPERT = "expert"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class PeerGroup:
     """Ranks that execute the same computation, in the order in which C3 gathers them."""
 
     ranks: tuple[int, ...]
     axis: Axis
+
+    @cached_property
+    def array(self) -> npt.NDArray[np.int64]:
+        """The ranks as an array."""
+        return np.array(self.ranks)
 
     def __post_init__(self) -> None:
         if list(self.ranks) != sorted(set(self.ranks)):
@@ -85,6 +90,17 @@ _Table = npt.NDArray[np.int64]  # one row of coordinates per rank, columns as AX
 _Addresses = Sequence[MeshAddress] | Mapping[int, MeshAddress] | _Table
 
 
+class _Members(tuple[int, ...]):
+    """Ranks of a large group are in the keys of many dictionaries, so they are hashed once."""
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return super().__hash__()
+
+
 class _Partition(NamedTuple):
     """Ranks split into groups: group ``g`` is ``order[starts[g]:starts[g + 1]]``, ascending."""
 
@@ -93,7 +109,7 @@ class _Partition(NamedTuple):
     group_of: npt.NDArray[np.int64]
 
     def members(self, group: int) -> tuple[int, ...]:
-        return tuple(self.order[self.starts[group] : self.starts[group + 1]].tolist())
+        return _Members(self.order[self.starts[group] : self.starts[group + 1]].tolist())
 
     def all_members(self) -> list[tuple[int, ...]]:
         flat, starts = self.order.tolist(), self.starts.tolist()

@@ -6,12 +6,13 @@ import math
 import random
 import struct
 
+import numpy as np
 import pytest
 
 from torchscout.decision.consensus import c3
 from torchscout.decision.consensus import rules as consensus
 from torchscout.decision.consensus.channel import PeerChannel
-from torchscout.decision.consensus.rules import Status, exact, known, robust_scale, statistical
+from torchscout.decision.consensus.rules import Status, Unanimous, exact, known, robust_scale, statistical
 from torchscout.mesh import Axis, PeerGroup
 
 AGREE, ATTRIBUTED, INCONCLUSIVE = Status.AGREE, Status.ATTRIBUTED, Status.INCONCLUSIVE
@@ -131,6 +132,38 @@ def test_times_of_many_peers_get_the_same_verdict(seed: int, monkeypatch: pytest
     one_by_one = consensus.statistical(values, kappa=kappa)
     assert (as_arrays.status, as_arrays.outliers) == (one_by_one.status, one_by_one.outliers)
     assert all(isinstance(each, int) for each in as_arrays.outliers)
+
+
+MEASURED = [*map(float, range(consensus.MANY))]
+
+
+@pytest.mark.parametrize(
+    ("evidence", "expected"),
+    [
+        (Unanimous(7, 3), (7, 7, 7)),
+        (exact(Unanimous(7, 3)).evidence, (7, 7, 7)),
+        (statistical(MEASURED).evidence, tuple(MEASURED)),
+    ],
+)
+def test_evidence_of_many_peers_is_equal_to_a_tuple(evidence, expected: tuple[float, ...]):
+    assert evidence == expected
+    assert expected == evidence
+    assert evidence != expected[1:]
+    assert {evidence} == {expected}
+    assert (repr(evidence), len(evidence), [*evidence]) == (repr(expected), len(expected), [*expected])
+    assert (evidence[0], evidence[-1], evidence[1:]) == (expected[0], expected[-1], expected[1:])
+    assert {*map(type, evidence)} == {*map(type, expected)} == {type(evidence[0])}
+    for value in (7, 1.0, -1):
+        assert (value in evidence, evidence.count(value)) == (value in expected, expected.count(value))
+    with pytest.raises(IndexError):
+        evidence[len(expected)]
+
+
+def test_evidence_does_not_change_with_the_array_that_it_came_from():
+    values = np.array(MEASURED)
+    verdict = statistical(values)
+    values[:] = 0.0
+    assert verdict.evidence == tuple(MEASURED)
 
 
 class Answering:

@@ -142,6 +142,8 @@ def judge(
 
 
 def _ranks_with(value: int, ranks: Sequence[int], values: Sequence[int]) -> list[int]:
+    if value not in values:
+        return []
     return [rank for rank, each in zip(ranks, values, strict=True) if each == value]
 
 
@@ -233,18 +235,20 @@ def _judge(
     if reason := left_out.get(comparison.surface) or _unrepeatable(context, comparison, values):
         return replace(record, reason=reason)
     ranks, compared = _without_failures(context.peers, values)
-    if ranks and all(value == ABSENT for value in compared):
+    if ranks and compared.count(ABSENT) == len(compared):
         return replace(record, reason=comparison.absent)
     expected = comparison.expected
     if len(ranks) < (2 if expected is None else 1):
         return replace(record, reason="fewer than two peers had a value to compare")
     verdict = consensus.exact(compared) if expected is None else consensus.known(compared, expected)
-    return replace(record, peers=tuple(ranks), verdict=verdict, reason=None)
+    return replace(record, peers=ranks, verdict=verdict, reason=None)
 
 
-def _without_failures(ranks: Sequence[int], values: Sequence[int]) -> tuple[list[int], list[int]]:
+def _without_failures(ranks: tuple[int, ...], values: Sequence[int]) -> tuple[tuple[int, ...], Sequence[int]]:
+    if POISON not in values:
+        return ranks, values
     pairs = [(rank, value) for rank, value in zip(ranks, values, strict=True) if value != POISON]
-    return [rank for rank, _ in pairs], [value for _, value in pairs]
+    return tuple(rank for rank, _ in pairs), [value for _, value in pairs]
 
 
 def _unrepeatable(context: Context, comparison: Comparison, values: Sequence[int]) -> str | None:
@@ -258,13 +262,14 @@ def _unrepeatable(context: Context, comparison: Comparison, values: Sequence[int
 def is_unanimous(values: Sequence[int]) -> bool:
     """Whether there are several peers, and all have the same value."""
     first = values[0]
-    return len(values) > 1 and first not in (ABSENT, POISON) and all(value == first for value in values)
+    return len(values) > 1 and first not in (ABSENT, POISON) and consensus.all_equal(values)
 
 
 def summarized(context: Context, first: Comparison, whole: int) -> EvidenceRecord:
     """Return one record for agreeing comparisons, given the first one and the digest of all values."""
     record = context.record(replace(first, surface=first.summary or ""))
-    return replace(record, verdict=consensus.exact([whole] * len(context.peers)), reason=None)
+    agreement = consensus.exact(consensus.Unanimous(whole, len(context.peers)))
+    return replace(record, verdict=agreement, reason=None)
 
 
 @dataclass(slots=True)
@@ -308,7 +313,7 @@ class Run:
         run.start()
         return run
 
-    def values_of(self, record: EvidenceRecord) -> tuple[list[int], list[int]]:
+    def values_of(self, record: EvidenceRecord) -> tuple[tuple[int, ...], Sequence[int]]:
         """Return the peers that did not fail, and their values of the record's surface and variant."""
         suffix = (record.mode or "").partition(" ")[2]  # see ``Context.mode``
         variant = next(each for each in self.variants if suffix == ("" if each == 1 else f"x{each:g}"))
@@ -340,8 +345,9 @@ def gather(channel: PeerChannel, runs: Sequence[Run], *, in_full: bool = False) 
             detail = {key: value for part in differing for key, value in part.detail().items()}
             values |= _gathered(channel, detail)
     for run, state in zip(runs, states, strict=True):
-        run.refused_on_any = any(each & _REFUSED for each in values[state])
-        run.failed_on_any = any(each & _FAILED for each in values[state])
+        found = {*values[state]}
+        run.refused_on_any = any(each & _REFUSED for each in found)
+        run.failed_on_any = any(each & _FAILED for each in found)
         for variant in run.variants:
             some = parts[id(run), variant]
             whole = [part for part in some if part.key in unanimous]

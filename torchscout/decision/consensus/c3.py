@@ -10,7 +10,7 @@ import numpy as np
 import xxhash
 
 from torchscout.decision.consensus import rules as consensus
-from torchscout.decision.consensus.rules import Status, Verdict
+from torchscout.decision.consensus.rules import Status, Unanimous, Verdict
 from torchscout.decision.records.record import Surface
 
 if TYPE_CHECKING:
@@ -34,30 +34,28 @@ def compare(channel: PeerChannel, values: Mapping[Surface, int]) -> dict[Surface
     layout = struct.Struct(f"<Q{len(values)}q")
     digest = xxhash.xxh3_64_intdigest("\n".join(values).encode())
     gathered = channel.gather(layout.pack(digest, *values.values()))
-    _require_one_layout(gathered, channel.peers.ranks)
-    return dict(zip(values, _verdicts(gathered), strict=True))
+    distinct = gathered[:1] if consensus.all_equal(gathered) else [*dict.fromkeys(gathered)]
+    if len({(len(payload), payload[:8]) for payload in distinct}) > 1:
+        raise ValueError(f"peers compared different surfaces: {_layouts(gathered, channel.peers.ranks)}")
+    return dict(zip(values, _verdicts(gathered, distinct), strict=True))
 
 
-def _verdicts(gathered: Sequence[bytes]) -> Iterator[Verdict]:
+def _verdicts(gathered: Sequence[bytes], distinct: Sequence[bytes]) -> Iterator[Verdict]:
     """Decide on each surface. Only those in which peers differ are looked at peer by peer."""
-    peers, distinct = len(gathered), [*dict.fromkeys(gathered)]
     table = np.frombuffer(b"".join(distinct), "<i8").reshape(len(distinct), -1)[:, 1:]
-    is_unanimous = (table == table[0]).all(axis=0).tolist()
+    is_same = (table == table[0]).all(axis=0).tolist()
     place = {payload: number for number, payload in enumerate(distinct)}
     rows = [place[each] for each in gathered] if len(distinct) > 1 else []
-    for column, (same, first) in enumerate(zip(is_unanimous, table[0].tolist(), strict=True)):
+    for column, (same, first) in enumerate(zip(is_same, table[0].tolist(), strict=True)):
         if same:
-            yield Verdict(Status.AGREE, (), (first,) * peers)
+            yield Verdict(Status.AGREE, (), Unanimous(first, len(gathered)))
         else:
             yield consensus.exact(table[rows, column].tolist())
 
 
-def _require_one_layout(gathered: Sequence[bytes], ranks: Sequence[int]) -> None:
-    """Values of different surfaces must not be compared."""
-    if len({(len(payload), payload[:8]) for payload in dict.fromkeys(gathered)}) == 1:
-        return
+def _layouts(gathered: Sequence[bytes], ranks: Sequence[int]) -> str:
+    """Return how many values each rank sent, in words."""
     by_layout: dict[tuple[int, bytes], list[int]] = {}
     for rank, payload in zip(ranks, gathered, strict=True):
         by_layout.setdefault((len(payload) // 8 - 1, payload[:8]), []).append(rank)
-    sent = "; ".join(f"ranks {members} sent {count} values" for (count, _), members in by_layout.items())
-    raise ValueError(f"peers compared different surfaces: {sent}")
+    return "; ".join(f"ranks {members} sent {count} values" for (count, _), members in by_layout.items())

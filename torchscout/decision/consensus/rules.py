@@ -9,15 +9,15 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from itertools import repeat
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from torchscout.config import KAPPA, MATERIAL_RATIO
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Sequence
-
     import numpy as np
     import numpy.typing as npt
 
@@ -25,7 +25,9 @@ __all__ = [
     "MANY",
     "Dispersion",
     "Status",
+    "Unanimous",
     "Verdict",
+    "all_equal",
     "dispersion_of",
     "exact",
     "known",
@@ -49,6 +51,65 @@ class Status(str, Enum):
     """Peers disagree, and no majority decides which are right."""
 
 
+class _Many(Sequence[_Value]):
+    """What many peers reported: equal to a tuple, without thousands of objects that are seldom read."""
+
+    __slots__ = ()
+
+    def __eq__(self, other: object) -> bool:
+        return tuple(self) == (tuple(other) if isinstance(other, _Many) else other)
+
+    def __hash__(self) -> int:
+        return hash(tuple(self))
+
+    def __repr__(self) -> str:
+        return repr(tuple(self))
+
+
+class Unanimous(_Many[_Value]):
+    """One value that all peers reported."""
+
+    __slots__ = ("_peers", "_value")
+
+    def __init__(self, value: _Value, peers: int) -> None:
+        self._value, self._peers = value, peers
+
+    def __len__(self) -> int:
+        return self._peers
+
+    def __getitem__(self, place: Any) -> Any:
+        places = range(self._peers)[place]
+        return self._value if isinstance(places, int) else (self._value,) * len(places)
+
+    def __iter__(self) -> Iterator[_Value]:
+        return repeat(self._value, self._peers)
+
+    def __contains__(self, value: object) -> bool:
+        return value == self._value
+
+    def count(self, value: object) -> int:
+        return self._peers if value == self._value else 0
+
+
+class _Durations(_Many[float]):
+    """The numbers of an array, which nobody else changes."""
+
+    __slots__ = ("_numbers",)
+
+    def __init__(self, numbers: npt.NDArray[np.float64]) -> None:
+        self._numbers = numbers
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def __getitem__(self, place: Any) -> Any:
+        found = self._numbers[place].tolist()
+        return tuple(found) if isinstance(place, slice) else found
+
+    def __iter__(self) -> Iterator[float]:
+        return iter(self._numbers.tolist())
+
+
 @dataclass(frozen=True, slots=True)
 class Verdict:
     """The conclusion of the peers: R = (s, B, E) in the paper."""
@@ -56,7 +117,7 @@ class Verdict:
     status: Status
     outliers: tuple[int, ...]
     """Positions in the peer group, ascending; empty unless attributed."""
-    evidence: tuple[Hashable, ...]
+    evidence: Sequence[Hashable]
     """What each peer reported, in peer order."""
 
     @property
@@ -80,7 +141,7 @@ class Dispersion(NamedTuple):
 def exact(values: Sequence[Hashable]) -> Verdict:
     """Compare values that healthy peers produce identically."""
     evidence = _evidence(values)
-    if evidence.count(evidence[0]) == len(evidence):  # fast path: a check compares thousands
+    if all_equal(evidence):
         return Verdict(Status.AGREE, (), evidence)
     majority, count = Counter(evidence).most_common(1)[0]
     if 2 * count <= len(evidence):
@@ -91,7 +152,14 @@ def exact(values: Sequence[Hashable]) -> Verdict:
 def known(values: Sequence[Hashable], right: Hashable) -> Verdict:
     """Compare each value with the right one, if that is known without a vote; any number may differ."""
     evidence = _evidence(values)
+    if evidence[0] == right and all_equal(evidence):
+        return Verdict(Status.AGREE, (), evidence)
     return _verdict(evidence, [value != right for value in evidence])
+
+
+def all_equal(values: Sequence[Hashable]) -> bool:
+    """Whether all peers have the same value; fast, because a check compares thousands."""
+    return values.count(values[0]) == len(values)
 
 
 def statistical(
@@ -104,7 +172,8 @@ def statistical(
     """Compare durations: an outlier is more than ``kappa`` robust scales from the median.
 
     A duration that is not finite never agrees. Two peers have no majority: if they differ by more than
-    ``ratio``, the verdict is inconclusive. ``dispersion`` is that of the values, if it is known already.
+    ``ratio``, the verdict is inconclusive. ``dispersion`` is that of the values, if it is known already and
+    all of them are finite.
     """
     if kappa <= 0:
         raise ValueError(f"kappa must be positive, got {kappa}")
@@ -124,12 +193,14 @@ def _statistical(
     """The same rule for many peers."""
     import numpy as np  # not above, because observers import this module and must stay small
 
-    times = np.asarray(values, np.float64)
-    evidence, is_finite = tuple(times.tolist()), np.isfinite(times)
-    finite = times if is_finite.all() else times[is_finite]
-    if 2 * len(finite) <= len(times):
-        return Verdict(Status.INCONCLUSIVE, (), evidence)
-    center, scale = dispersion_of(finite) if dispersion is None else dispersion
+    times = np.array(values, np.float64)
+    evidence = _Durations(times)
+    if dispersion is None:
+        finite = times[np.isfinite(times)]
+        if 2 * len(finite) <= len(times):
+            return Verdict(Status.INCONCLUSIVE, (), evidence)
+        dispersion = dispersion_of(finite)
+    center, scale = dispersion
     with np.errstate(invalid="ignore"):
         agrees = np.abs(times - center) <= kappa * scale  # what is not finite does not
     outliers = () if agrees.all() else tuple(np.flatnonzero(~agrees).tolist())
@@ -184,12 +255,12 @@ def median(values: npt.NDArray[np.float64]) -> float:
     return upper if len(values) % 2 else (upper + float(ordered[:half].max())) / 2
 
 
-def _evidence(values: Sequence[_Value]) -> tuple[_Value, ...]:
+def _evidence(values: Sequence[_Value]) -> Sequence[_Value]:
     if not values:
         raise ValueError("consensus needs the evidence of at least one peer, got none")
-    return tuple(values)
+    return values if isinstance(values, Unanimous) else tuple(values)
 
 
-def _verdict(evidence: tuple[Hashable, ...], marks: Sequence[bool]) -> Verdict:
+def _verdict(evidence: Sequence[Hashable], marks: Sequence[bool]) -> Verdict:
     outliers = tuple(position for position, marked in enumerate(marks) if marked)
     return Verdict(Status.ATTRIBUTED if outliers else Status.AGREE, outliers, evidence)

@@ -156,8 +156,8 @@ class TreeChannel:
     def gather(self, payload: bytes) -> list[bytes]:
         if self.height == 1:
             return self._levels[0].gather(payload)
-        message = self._up(_packed([Runs.of(payload)]), _join)
-        (runs,) = _unpacked(self._down(message, self._levels[: self.height - 1]))
+        joined = self._up([Runs.of(payload)], _joined)
+        (runs,) = _unpacked(self._down(_packed(joined), self._levels[: self.height - 1]))
         return runs.by_rank()
 
     def highest(self, values: Sequence[int]) -> list[int]:
@@ -172,8 +172,8 @@ class TreeChannel:
 
         Every peer passes equally many payloads; ``answer`` receives the runs of each. It must not raise.
         """
-        message = self._up(_packed([Runs.of(each) for each in payloads]), _join)
-        given = answer(_unpacked(message)) if self.position == 0 else b""
+        joined = self._up([Runs.of(each) for each in payloads], _joined)
+        given = answer(joined) if self.position == 0 else b""
         return self._down(given, self._levels)
 
     def broadcast(self, payload: bytes, *, source: int) -> bytes:
@@ -225,9 +225,9 @@ class TreeChannel:
             raise
 
 
-def _join(level: PeerChannel, message: bytes) -> bytes:
-    gathered = [_unpacked(each) for each in level.gather(message)]
-    return _packed([Runs.joined(parts) for parts in zip(*gathered, strict=True)])
+def _joined(level: PeerChannel, own: Sequence[Runs]) -> list[Runs]:
+    gathered = [_unpacked(each) for each in level.gather(_packed(own))]
+    return [Runs.joined(parts) for parts in zip(*gathered, strict=True)]
 
 
 def _packed(parts: Sequence[Runs]) -> bytes:

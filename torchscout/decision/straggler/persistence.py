@@ -102,7 +102,7 @@ class Times:
             return None
         if (known := _recent.get(id(record))) is not None and known[0] is record:
             return known[1]
-        return cls.remember(record, np.array(record.peers), np.array(record.verdict.evidence, np.float64))
+        return cls.remember(record, np.array(record.peers), np.array([*record.verdict.evidence], np.float64))
 
     @classmethod
     def remember(

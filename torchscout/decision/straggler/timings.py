@@ -40,7 +40,7 @@ class Timings:
         config: StragglerConfig = StragglerConfig(),  # noqa: B008  it is frozen
     ) -> None:
         self.step, self._mesh, self._config, self._tables = step, mesh, config, tables
-        self._peers: dict[tuple[LayerKind, bool, int], tuple[PeerGroup, _Ranks]] = {}
+        self._peers: dict[tuple[LayerKind, bool, int], PeerGroup] = {}
 
     @cached_property
     def computation(self) -> list[EvidenceRecord]:
@@ -99,7 +99,8 @@ class Timings:
         rank = 0
         while left[rank:].any():
             rank += int(left[rank:].argmax())
-            peers, members = self._peers_of(rank, role, is_update)
+            peers = self._peers_of(rank, role, is_update)
+            members = peers.array
             # A rank that could not replay has no times, and other sizes are other work.
             left[members] = False
             ranks, having = peers.ranks, values.is_there[members]
@@ -127,12 +128,11 @@ class Timings:
                 Times.remember(record, members, times, dispersion)
                 yield record
 
-    def _peers_of(self, rank: int, role: LayerKind, is_update: bool) -> tuple[PeerGroup, _Ranks]:
+    def _peers_of(self, rank: int, role: LayerKind, is_update: bool) -> PeerGroup:
         key = (role, is_update, rank)
         if key not in self._peers:
             among = self._mesh.peers_of if is_update else self._mesh.layer_peers_of
-            peers = among(rank, role)
-            self._peers[key] = peers, np.array(peers.ranks)
+            self._peers[key] = among(rank, role)
         return self._peers[key]
 
 
