@@ -3,15 +3,19 @@
     python tools/simulation_picture.py REPORT.json ...
 
 A column for each report and a row for each family of faults: how many were decided rightly, not decided, and
-decided wrongly. With ``--table`` it prints the rows of the table in docs/results.md instead.
+decided wrongly. Reports of the same job, with other seeds, are one column. With ``--table`` it prints the rows
+of the table in docs/results.md instead.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
+
+from torchscout.campaign.results import interval
 
 PICTURE = Path(__file__).parents[1] / "docs" / "images" / "simulation.svg"
 _OUTCOMES = ("right", "inconclusive", "wrong")
@@ -29,11 +33,39 @@ _LEFT, _TOP, _COLUMN, _ROW, _BAR = 130, 74, 132, 22, 116
 
 
 def main(arguments: list[str]) -> None:
-    reports = [json.loads(Path(each).read_text()) for each in arguments if each != "--table"]
+    reports = merged([json.loads(Path(each).read_text()) for each in arguments if each != "--table"])
     if "--table" in arguments:
         print("\n".join(map(row_of, reports)))
     else:
         PICTURE.write_text(picture(reports))
+
+
+def merged(reports: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One report for each job. Times of several reports are the largest of their medians and p99."""
+    jobs: dict[tuple[str, int], list[dict[str, Any]]] = {}
+    for each in reports:
+        jobs.setdefault((each["layout"], each["ranks"]), []).append(each)
+    return [_one(each) for each in jobs.values()]
+
+
+def _one(reports: list[dict[str, Any]]) -> dict[str, Any]:
+    families: dict[str, Counter[str]] = {}
+    for report in reports:
+        for name, counts in report["families"].items():
+            families.setdefault(name, Counter()).update(counts)
+    scenarios, total = sum(each["scenarios"] for each in reports), sum(families.values(), Counter())
+    whole = reports[0] | {
+        "scenarios": scenarios,
+        "families": families,
+        "healthy_named_alone": sum(each["healthy_named_alone"] for each in reports),
+        "seconds": {key: max(each["seconds"][key] for each in reports) for key in reports[0]["seconds"]},
+        "memory_bytes": max(each["memory_bytes"] for each in reports),
+        "bytes": {key: max(each["bytes"][key] for each in reports) for key in reports[0]["bytes"]},
+    }
+    for outcome in _OUTCOMES:
+        whole[f"{outcome}_rate"] = total[outcome] / scenarios
+        whole[f"{outcome}_interval"] = interval(total[outcome], scenarios)
+    return whole
 
 
 def picture(reports: list[dict[str, Any]]) -> str:
