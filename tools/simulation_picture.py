@@ -3,8 +3,8 @@
     python tools/simulation_picture.py REPORT.json ...
 
 A column for each report and a row for each family of faults: how many were decided rightly, not decided, and
-decided wrongly. Reports of the same job, with other seeds, are one column. With ``--table`` it prints the rows
-of the table in docs/results.md instead.
+decided wrongly. Reports of the same job, with other seeds, are one column. With ``--table`` it prints the
+rows of the table in docs/results.md instead.
 """
 
 from __future__ import annotations
