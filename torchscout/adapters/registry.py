@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, entry_points, version
+from importlib.metadata import PackageNotFoundError, distributions, version
 from itertools import chain
 from typing import Any
 
@@ -71,7 +71,9 @@ def adapter_for(model: Any, optimizer: Any, parallelism: Mesh | DeviceMesh | Par
 
 def _installed() -> Iterator[AdapterOf]:
     """The adapters of other packages. They come first: installing one means to use it."""
-    for each in entry_points(group=GROUP):
+    # ``entry_points`` would parse those of all packages, which takes three times as long.
+    listed = (each for each in distributions() if GROUP in (each.read_text("entry_points.txt") or ""))
+    for each in (entry for package in listed for entry in package.entry_points.select(group=GROUP)):
         if each.name in sys.modules:
             try:
                 yield each.load()
