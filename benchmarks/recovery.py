@@ -1,18 +1,19 @@
 """How long a job takes from a fault to its first new step.
 
-    python benchmarks/recovery.py [--fault NAME ...] [--json] [--output FILE]
+    python benchmarks/recovery.py [--fault NAME ...] [--silence SECONDS] [--json] [--output FILE]
 
 Four torchrun agents, each with another name of a machine, run two Gloo ranks each on this machine. In step 13
-rank 3 is killed (``crash``), sleeps (``hang``) or has a wrong weight (``sdc``); SCOUT may act.
-The time is divided into ``detect``, until the incident is written; ``decide``, until the decision is;
-``stop``, until the last of the old workers is gone; ``rendezvous``, until all new workers have imported torch
-and joined the process group; ``model``, until they have made model and optimizer (PyTorch imports its
-compiler for the first optimizer); ``attach``, until torchscout is imported and attached; ``restore``, until a
-checkpoint is loaded; and ``step``, until the first step has finished. ``scout`` is the sum of what SCOUT
-does: detect, decide, attach and restore. ``cpu`` is the processor time of a new worker in each part, the
-median of all workers, with that of the processes that torchscout has started for it. A crash is noticed by
-torchrun and by SCOUT at the same time: where torchrun is first, nothing is decided, and ``stop`` counts from
-the fault.
+rank 3 is killed (``crash``), sleeps (``hang``) or has a wrong weight (``sdc``); SCOUT may act. The time is
+divided into ``detect``, until the incident is written; ``decide``, until the decision is; ``stop``, until the
+last of the old workers is gone; ``rendezvous``, until all new workers have imported torch and joined the
+process group; ``model``, until they have made model and optimizer (PyTorch imports its compiler for the first
+optimizer); ``attach``, until torchscout is imported and attached; ``restore``, until a checkpoint is loaded;
+and ``step``, until the first step has finished. ``scout`` is the sum of what SCOUT does: detect, decide,
+attach and restore. Of the time to detect a hang, ``--silence`` seconds (``min_silence_seconds``) are the
+user's setting; no incident but the fault's may be written with it. ``cpu`` is the processor time of a new
+worker in each part, the median of all workers, with that of the processes that torchscout has started for it.
+A crash is noticed by torchrun and by SCOUT at the same time: where torchrun is first, nothing is decided, and
+``stop`` counts from the fault.
 """
 
 from __future__ import annotations
@@ -47,10 +48,13 @@ SECONDS = 240.0
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--fault", action="append", choices=FAULTS, help="only this one; may be repeated")
+    parser.add_argument(
+        "--silence", type=float, default=3.0, help="min_silence_seconds (default: %(default)s)"
+    )
     parser.add_argument("--worker", nargs=2, metavar=("FOLDER", "FAULT"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker:
-        train(Path(arguments.worker[0]), arguments.worker[1])
+        train(Path(arguments.worker[0]), arguments.worker[1], arguments.silence)
         return
     load = os.getloadavg()[0]
     report: dict[str, Any] = {
@@ -59,29 +63,34 @@ def main() -> None:
         "load": load,
         "ranks": RANKS,
         "agents": AGENTS,
+        "silence": arguments.silence,
         "seconds": {},
         "cpu": {},
+        "incidents": {},
     }
     for fault in arguments.fault or FAULTS:
-        report["seconds"][fault], report["cpu"][fault] = measured(fault)
+        seconds, cpu, incidents = measured(fault, arguments.silence)
+        report["seconds"][fault], report["cpu"][fault], report["incidents"][fault] = seconds, cpu, incidents
     publish(report, table, arguments)
 
 
 def table(report: dict[str, Any]) -> str:
-    lines = [f"{report['ranks']} ranks, {report['cores']} cores, load {report['load']:.1f}"]
+    setting = f"load {report['load']:.1f}, silence {report['silence']:g} s"
+    lines = [f"{report['ranks']} ranks, {report['cores']} cores, {setting}"]
     for fault, seconds in report["seconds"].items():
         for title, values in ((fault, seconds), ("  cpu", report["cpu"][fault])):
             parts = ", ".join(f"{name} {value:.2f}" for name, value in values.items())
             lines.append(f"{title:6} {parts} s")
+        lines.append(f"  incidents: {'; '.join(report['incidents'][fault])}")
     return "\n".join(lines)
 
 
-def measured(fault: str) -> tuple[dict[str, float], dict[str, float]]:
-    """Run the job to its end, and return the parts of the time from the fault to the first new step, and the
-    processor time of a worker in them."""
+def measured(fault: str, silence: float) -> tuple[dict[str, float], dict[str, float], list[str]]:
+    """Run the job to its end, and return the parts of the time from the fault to the first new step, the
+    processor time of a worker in them, and all incidents."""
     with tempfile.TemporaryDirectory(prefix="scout-recovery-") as name:
         folder = Path(name)
-        agents = [start_agent(folder, fault, number) for number in range(AGENTS)]
+        agents = [start_agent(folder, fault, silence, number) for number in range(AGENTS)]
         try:
             stopped = watch(folder, agents)
         finally:
@@ -89,10 +98,10 @@ def measured(fault: str) -> tuple[dict[str, float], dict[str, float]]:
                 agent.terminate()  # an agent that is killed leaves its workers behind
             for agent in agents:
                 agent.wait()
-        return parts_of(folder, stopped), cpu_of(folder)
+        return parts_of(folder, stopped), cpu_of(folder), incidents_of(folder)
 
 
-def start_agent(folder: Path, fault: str, number: int) -> subprocess.Popen[bytes]:
+def start_agent(folder: Path, fault: str, silence: float, number: int) -> subprocess.Popen[bytes]:
     port_file = folder / "port"
     if not port_file.exists():
         with socket.socket() as probe:
@@ -115,7 +124,7 @@ def start_agent(folder: Path, fault: str, number: int) -> subprocess.Popen[bytes
     }
     with (folder / f"agent-{number}.txt").open("wb") as log:
         return subprocess.Popen(
-            [*command, __file__, "--worker", str(folder), fault],
+            [*command, __file__, f"--silence={silence}", "--worker", str(folder), fault],
             stdout=log,
             stderr=log,
             env=os.environ | environment,
@@ -147,14 +156,10 @@ def watch(folder: Path, agents: list[subprocess.Popen[bytes]]) -> float:
 
 
 def parts_of(folder: Path, stopped: float) -> dict[str, float]:
-    from torchscout.decision.records import recorder  # workers import torchscout when they attach
-    from torchscout.decision.records.record import Decision, Incident
-    from torchscout.decision.records.recorder import Stamped
+    from torchscout.decision.records.record import Decision, Incident  # workers import it when they attach
 
     fault = float((folder / "fault").read_text())
-    path = folder / "run" / "incidents.jsonl"
-    lines = [line for line in recorder.read(path) if isinstance(line, Stamped)] if path.exists() else []
-    found = {type(line.item): line.time for line in reversed(lines)}  # the first one of each
+    found = {type(line.item): line.time for line in reversed(lines_of(folder))}  # the first one of each
     points = [("fault", fault), ("detect", found.get(Incident)), ("decide", found.get(Decision))]
     points += [("stop", stopped), *((name, max(marks(folder, name, 0))) for name in PARTS)]
     parts, before = {}, fault
@@ -163,6 +168,26 @@ def parts_of(folder: Path, stopped: float) -> dict[str, float]:
             parts[name], before = at - before, at
     scout = sum(parts.get(name, 0.0) for name in ("detect", "decide", "attach", "restore"))
     return parts | {"scout": scout, "whole": before - fault}
+
+
+def incidents_of(folder: Path) -> list[str]:
+    from torchscout.decision.records.record import Incident
+
+    return [
+        f"{line.item.manifestation.value}, {line.item.scope.value}, ranks {[*line.item.ranks]}"
+        for line in lines_of(folder)
+        if isinstance(line.item, Incident)
+    ]
+
+
+def lines_of(folder: Path) -> list[Any]:
+    """What was recorded in the run directory, with times."""
+    from torchscout.decision.records import recorder
+
+    path = folder / "run" / "incidents.jsonl"
+    return (
+        [line for line in recorder.read(path) if isinstance(line, recorder.Stamped)] if path.exists() else []
+    )
 
 
 def cpu_of(folder: Path) -> dict[str, float]:
@@ -189,7 +214,7 @@ def cpu_seconds() -> float:
     return time.process_time() + ticks / os.sysconf("SC_CLK_TCK")
 
 
-def train(folder: Path, fault: str) -> None:
+def train(folder: Path, fault: str, silence: float) -> None:
     life = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     (folder / f"worker-{os.getpid()}-{life}").touch()
     dist.init_process_group("gloo")
@@ -220,7 +245,7 @@ def train(folder: Path, fault: str) -> None:
         model,
         optimizer,
         replay=ReplayConfig(interval=1),
-        observer=ObserverConfig(min_silence_seconds=3.0),
+        observer=ObserverConfig(min_silence_seconds=silence),
         checkpoint=CheckpointConfig(folder / "checkpoints"),
         parallelism=Parallelism(replica=RANKS),
         run_dir=folder / "run",
