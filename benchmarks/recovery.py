@@ -215,7 +215,8 @@ def cpu_seconds() -> float:
 
 
 def train(folder: Path, fault: str, silence: float) -> None:
-    life = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    # TORCHELASTIC_RESTART_COUNT is 0 on agents that restart because another one does.
+    life = int((folder / "fault").exists())
     (folder / f"worker-{os.getpid()}-{life}").touch()
     dist.init_process_group("gloo")
     rank = dist.get_rank()
