@@ -28,6 +28,7 @@ from torchscout.replay.schedule import InTurn, Order
 __all__ = [
     "ABSENT",
     "POISON",
+    "SWEPT_TOGETHER",
     "UNREPEATABLE",
     "Comparison",
     "JobExchange",
@@ -47,6 +48,9 @@ POISON = signed(xxhash.xxh3_64_intdigest(b"torchscout: this rank failed in repla
 """In place of a signature: this rank could not compute it. Never evidence against a rank."""
 UNREPEATABLE = signed(xxhash.xxh3_64_intdigest(b"torchscout: computed by an operator that does not repeat"))
 """In place of a signature: this rank computed it with an operator that has no deterministic version."""
+
+SWEPT_TOGETHER = 1 << 26
+"""Bytes that the targets of one round of a sweep may need together; larger ones are replayed one by one."""
 
 
 class Mode:
@@ -228,6 +232,10 @@ class Recipe:
     def swept(self) -> Sequence[int]:
         """Return the targets that a sweep replays."""
         return range(len(self.targets))
+
+    def swept_bytes(self, target: int) -> int:  # noqa: ARG002  for subclasses
+        """Return about how much memory a sweep of the target needs besides its saved call."""
+        return SWEPT_TOGETHER
 
     def saved_name(self, target: int) -> str:
         """Return the name under which the call of a target is saved; several targets may share one."""

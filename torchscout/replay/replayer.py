@@ -127,10 +127,10 @@ class Replayer:
             self._rotation.finished(step)
         return findings
 
-    def check_one(self, active: ActiveReplay, step: int, findings: Findings) -> None:
-        """Run one replay outside of the rotation, on every rank of the job."""
+    def check_now(self, active: Iterable[ActiveReplay], step: int, findings: Findings) -> None:
+        """Run replays outside of the rotation, on every rank of the job."""
         assert not self._active, "no step is in progress"
-        self._active = [active]
+        self._active = [*active]
         self._run_all(step, findings, is_timed=False)
 
     def peers_for(self, recipe: Recipe) -> Peers:

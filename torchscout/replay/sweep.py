@@ -1,24 +1,26 @@
 """Replays everything without a training step, before restarted workers continue training (paper, section 8).
 
 Every target of every recipe is replayed, on the call that was saved when it was last replayed. Of experts
-that are alike, each is replayed at least once, and so is each shape.
+that are alike, each is replayed at least once, and so is each shape. Small targets are replayed together,
+because ranks wait for each other as often for several as for one.
 ``checkpoint.trust.selection`` decides from the results whether a checkpoint is used.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torchscout.replay.active import ActiveReplay
 from torchscout.replay.guard import attempt
-from torchscout.replay.recipe import Peers, Recipe, SavedInput
+from torchscout.replay.recipe import SWEPT_TOGETHER, Peers, Recipe, SavedInput
 from torchscout.replay.replayer import Replayer
 from torchscout.replay.schedule import Due
 from torchscout.replay.verdicts import Findings
 
-__all__ = ["sweep"]
+__all__ = ["rounds", "sweep"]
 
 _Calls = Mapping[int, Mapping[str, Any]]
 """The calls of one target that peers have saved, by position."""
@@ -32,12 +34,12 @@ def sweep(replayer: Replayer, recipes: Sequence[Recipe], job: Peers, step: int) 
     counts = job.highest([len(recipe.swept()) for recipe in swept])
     for recipe, count in zip(swept, counts, strict=True):
         calls = _saved_calls(replayer, recipe, count)
-        mixed = _from_several_sources(recipe, calls, job)
-        for place, found in enumerate(calls):
-            active = _begin(replayer, recipe, place, found)
-            if place in mixed:
-                active.problem = "peer groups have saved its call from different sources"
-            replayer.check_one(active, step, findings)
+        mixed, sizes = _agreed(replayer, recipe, calls, job)
+        for places in rounds(sizes):
+            together = {place: _begin(replayer, recipe, place, calls[place]) for place in places}
+            for place in mixed & together.keys():
+                together[place].problem = "peer groups have saved its call from different sources"
+            replayer.check_now(together.values(), step, findings)
     return findings
 
 
@@ -55,20 +57,44 @@ def _saved_calls(replayer: Replayer, recipe: Recipe, count: int) -> list[_Calls]
     ]
 
 
-def _from_several_sources(recipe: Recipe, calls: Sequence[_Calls], job: Peers) -> set[int]:
-    """Return the places of targets whose calls peer groups that compute together saved from several sources.
+def _agreed(
+    replayer: Replayer, recipe: Recipe, calls: Sequence[_Calls], job: Peers
+) -> tuple[set[int], list[int]]:
+    """Return the places of targets whose calls peer groups that compute together saved from several sources,
+    and how much memory each place needs at most on any rank.
 
-    A tensor-parallel group would then compute on the inputs of two replicas. Ranks that compute together have
-    the same targets; stages of a pipeline do not.
+    A tensor-parallel group would otherwise compute on the inputs of two replicas. Ranks that compute together
+    have the same targets; stages of a pipeline do not.
     """
     names = [recipe.targets[target] for target in recipe.swept()]
     sources = [min(found, default=None) for found in calls]
-    alike = [each[1] for each in job.exchange([names, sources]) if each[0] == names]
-    return {
+    own = [_bytes_of(replayer, recipe, target) for target in recipe.swept()]
+    answers = job.exchange([names, sources, own])
+    alike = [each[1] for each in answers if each[0] == names]
+    mixed = {
         place
         for place, column in enumerate(zip(*alike, strict=True))
         if len({source for source in column if source is not None}) > 1
     }
+    columns = itertools.zip_longest(*(each[2] for each in answers), fillvalue=0)
+    return mixed, [max(column) for column in columns]
+
+
+def _bytes_of(replayer: Replayer, recipe: Recipe, target: int) -> int:
+    saved = replayer.saved_calls[recipe.kind, recipe.saved_name(target)]
+    return recipe.swept_bytes(target) + (0 if saved is None else saved.nbytes)
+
+
+def rounds(sizes: Sequence[int]) -> Iterator[range]:
+    """Divide the places of targets of these sizes into rounds. Those of one round are replayed together."""
+    first, needed = 0, 0
+    for place, size in enumerate(sizes):
+        needed += size
+        if needed > SWEPT_TOGETHER and place > first:
+            yield range(first, place)
+            first, needed = place, size
+    if sizes:
+        yield range(first, len(sizes))
 
 
 def _begin(replayer: Replayer, recipe: Recipe, place: int, calls: _Calls) -> ActiveReplay:

@@ -19,7 +19,7 @@ from torchscout.mesh import LayerKind
 from torchscout.replay.capture.hooks import CallCapture
 from torchscout.replay.capture.invocation import RowResize
 from torchscout.replay.compiled import CompiledCode
-from torchscout.replay.recipe import SavedInput
+from torchscout.replay.recipe import SWEPT_TOGETHER, SavedInput
 from torchscout.replay.recipes.layer import LayerRecipe, LayerReplay
 from torchscout.replay.schedule import Alike, Order, PathOrder
 from torchscout.replay.sharded_parameters import ParameterGatherers
@@ -73,6 +73,9 @@ class ExpertsRecipe(LayerRecipe):
     def swept(self) -> Sequence[int]:
         """Every path and every module: another module at the same path runs the same kernels."""
         return self._order.every()
+
+    def swept_bytes(self, target: int) -> int:  # noqa: ARG002
+        return SWEPT_TOGETHER  # its shape may be larger than that of the saved call
 
     def saved_name(self, target: int) -> str:
         """One call serves all shapes of all modules that are alike."""

@@ -117,6 +117,10 @@ class LayerRecipe(Recipe):
         by_name = {each.name: each for each in self._layers}
         self._layers, self.targets = [by_name[name] for name in names], tuple(names)
 
+    def swept_bytes(self, target: int) -> int:
+        # A ``Reduction`` has room for the gradients of all its parameters.
+        return sum(each.nbytes for each in self._layers[target].module.parameters())
+
     def new_replay(self, target: int, is_source: bool, saved: SavedInput | None, /) -> LayerReplay:
         layer, module = self._layers[target], self._layers[target].module
         if layer.refusal is not None:  # such as CUDA graphs, whose memory a hook must not touch
@@ -268,11 +272,7 @@ class LayerReplay(Replay):
     def observe(self, seen: Observation) -> None:
         # Training's own collectives do not depend on whether a pass succeeds: every rank must issue them.
         gathering = timed(self._device, seen, work=None, communication=self.communication + "{}")
-        with (
-            self._reduced(seen),
-            gathered(self._gatherers, gathering),
-            ExitStack() as around,
-        ):
+        with self._reduced(seen), gathered(self._gatherers, gathering), ExitStack() as around:
             around.push(lambda _, error, __: self._failed(error, seen))
             with gathered_again(self._gatherers):
                 if self.resize is not None:  # on the source's values, so that all peers make the same of them

@@ -35,6 +35,7 @@ from torchscout.replay.guard import StepCommunication
 from torchscout.replay.recipe import ABSENT, Comparison, Mode, Observation, Recipe, Replay, SavedInput
 from torchscout.replay.recipes.optimizer_clone import FAILURES, Blueprint, Parts, blueprint_of, build, update
 from torchscout.replay.recipes.optimizer_slice import (
+    SLICE,
     Separability,
     Slice,
     gradient_of,
@@ -52,6 +53,8 @@ __all__ = ["REPRODUCED", "WHOLE_BUDGET", "OptimizerRecipe"]
 
 WHOLE_BUDGET = 1 << 22
 """Elements of the largest parameter that is replayed whole, if a slice of it cannot be replayed."""
+_COPIES = 8
+"""Copies of a slice in one replay: parameter, gradient and slots, as received and as updated."""
 REPRODUCED = signed(xxhash.xxh3_64_intdigest(b"torchscout: the replay gave what the real update gave"))
 """In place of a signature: the replay reproduced this rank's real update bit for bit."""
 
@@ -127,6 +130,11 @@ class OptimizerRecipe(Recipe):
     def close(self) -> None:
         for each in self.communication.values():
             each.close()
+
+    def swept_bytes(self, target: int) -> int:
+        parameter = self._targets[target].parameter
+        numel = parameter.numel() if parameter.numel() <= WHOLE_BUDGET else SLICE
+        return numel * parameter.element_size() * _COPIES
 
     def new_replay(self, target: int, is_source: bool, saved: SavedInput | None, /) -> OptimizerReplay:
         """Take the target's next slice: from the next step or, in a sweep, from its present values."""

@@ -29,6 +29,7 @@ from torchscout.replay.recipes.optimizer_clone import (
 )
 
 __all__ = [
+    "SLICE",
     "Separability",
     "Slice",
     "gradient_of",
