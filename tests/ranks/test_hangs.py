@@ -117,8 +117,8 @@ def test_a_killed_trainer_is_named_as_gone(tmp_path: Path, victim: int):
 
 
 STOPPED = {
-    "SIGSTOP": FaultPlan().freeze(rank=1, step=FAULTY_STEP, seconds=STALL),
-    "GIL": FaultPlan().hold_interpreter(rank=1, step=FAULTY_STEP, seconds=STALL),
+    "SIGSTOP": FaultPlan().freeze(rank=1, step=FAULTY_STEP, seconds=2 * STALL),
+    "GIL": FaultPlan().hold_interpreter(rank=1, step=FAULTY_STEP, seconds=2 * STALL),
 }
 
 
