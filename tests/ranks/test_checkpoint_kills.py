@@ -48,9 +48,10 @@ def kill_plans(count: int, seed: int) -> Iterator[KillPlan]:
 
 
 def kill_and_restart(plan: Plan, count: int, seed: int) -> None:
+    """``count`` lives or more, until one was killed while it wrote a file and one has resumed."""
     history, unwritten = History(RANKS), 0
     assert plan.directory is not None
-    for number, kills in enumerate(kill_plans(count, seed)):
+    for number, kills in enumerate(kill_plans(5 * count, seed)):
         expected = newest_complete(folders(plan), RANKS) if number else 0
         life = replace(plan, run_dir=plan.directory.parent / f"life-{number}")
         with killed_from_outside(life, kills), pytest.raises(RankError) as raised:
@@ -59,6 +60,8 @@ def kill_and_restart(plan: Plan, count: int, seed: int) -> None:
         assert message.count("exit code -9") == len(kills.ranks), f"life {number}, {kills}: {message}"
         history.add_run(life, expected)
         unwritten += bool([*plan.directory.rglob("step-*/.*.writing")])
+        if number + 1 >= count and unwritten and history.resumed_from[-1] > 0:
+            break
     assert history.resumed_from == sorted(history.resumed_from), "no life loses what an earlier one had"
     assert history.resumed_from[-1] > 0
     history.is_as_uninterrupted(plan)
