@@ -4,7 +4,10 @@ make a tree of three levels."""
 from __future__ import annotations
 
 import threading
+import time
 from collections import Counter
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -64,10 +67,18 @@ def narrow() -> None:
 
 
 def trained(
-    rank: int, run_dir: Path | None, faults: FaultPlan, break_in: int = 0, wrong: bool = False
+    rank: int,
+    run_dir: Path | None,
+    faults: FaultPlan,
+    break_in: int = 0,
+    wrong: bool = False,
+    looks_late: bool = False,
 ) -> Found:
-    """``break_in`` is the exchange of the faulty step in which rank 2 loses its connections; 0 for none."""
+    """``break_in`` is the exchange of the faulty step in which rank 2 loses its connections; 0 for none. If
+    rank 0 ``looks_late`` for slow ranks, it has found nothing yet when its check ends."""
     narrow()
+    if looks_late:
+        before_looking(partial(time.sleep, 0.5))
     job, counted = Job(rank), Counted()
     if wrong:
         job.net.stack[0].down.register_forward_hook(
@@ -96,6 +107,17 @@ def trained(
             counted.operations,
             counted.largest,
         )
+
+
+def before_looking(wait: Callable[[], object]) -> None:
+    """Let rank 0 wait in its thread before it looks for slow ranks."""
+    observe = Stragglers.observe
+
+    def later(self: Stragglers, timings: Timings) -> Slowness:
+        wait()
+        return observe(self, timings)
+
+    Stragglers.observe = later  # type: ignore[method-assign]
 
 
 def _break(job: Job, exchange: int) -> None:
@@ -138,13 +160,8 @@ def test_rank_0_finds_a_slow_rank_for_all(slow: int, tmp_path: Path):
 def trained_while_rank_0_looks(rank: int, run_dir: Path) -> tuple[list[bool], list[str]]:
     """Rank 0 looks for slow ranks only once the next step has begun."""
     narrow()
-    job, began, in_time, observe = Job(rank), threading.Event(), [], Stragglers.observe
-
-    def later(self: Stragglers, timings: Timings) -> Slowness:
-        in_time.append(began.wait(60))
-        return observe(self, timings)
-
-    Stragglers.observe = later  # type: ignore[method-assign]
+    job, began, in_time = Job(rank), threading.Event(), list[bool]()
+    before_looking(lambda: in_time.append(began.wait(60)))
     with enable_resiliency(
         job.model, job.optimizer, replay=CONFIG, observer=None, run_dir=run_dir
     ) as session:
@@ -166,7 +183,7 @@ def test_a_slow_rank_that_the_last_check_finds_is_recorded(tmp_path: Path):
         faults = faults.delay(
             rank=WRONG, at=f"stack.{layer}/forward", step=range(STEPS - 1, STEPS + 1), seconds=0.3, calls=None
         )
-    found = run_ranks(trained, RANKS, tmp_path, faults, timeout=120)
+    found = run_ranks(trained, RANKS, tmp_path, faults, 0, False, True, timeout=120)
     assert [each.failures for each in found] == [[]] * RANKS
     (incident,) = incidents(tmp_path)
     assert (incident.scope.value, incident.ranks, incident.step) == ("rank", (WRONG,), STEPS)

@@ -92,7 +92,7 @@ class Unanimous(_Many[_Value]):
 
 
 class _Durations(_Many[float]):
-    """The numbers of an array, which nobody else changes."""
+    """Durations in an array that is never modified."""
 
     __slots__ = ("_numbers",)
 

@@ -2,8 +2,8 @@
 
 In a job of one group of ranks, every rank receives all times and concludes the same. In a larger one, and
 unless every comparison is recorded, rank 0 does so for all. The others only need to know what to time again,
-and rank 0 reports what it finds. For that, nobody waits: at 16,384 ranks it is half of rank 0's work, which a
-thread does beside the next step.
+and rank 0 reports what it finds. Looking for slow ranks is about half of rank 0's work in a large job, and no
+rank waits for it: a thread does it during the next step.
 
 The votes of a check are in the same message as its times, so that ranks wait for each other once.
 """
@@ -41,7 +41,8 @@ class Compared(NamedTuple):
     highest: list[int]
     """The highest of all ranks' votes."""
     is_slow: bool = False
-    """Whether every rank has found the same incidents."""
+    """Whether there are incidents, which every rank has found. Those that rank 0 finds for all ranks are
+    announced in its votes of the next check."""
 
 
 class TimeComparison:
