@@ -105,7 +105,7 @@ def test_sigterm_writes_files_though_a_rank_is_blocked_in_a_collective(tmp_path:
     """Rank 1 never comes to the sum in which rank 0 waits."""
     plan = replace(planned(tmp_path), hangs={1: 6})
     with (
-        killed_from_outside(plan, KillPlan((0, 1), 2.0, signal=signal.SIGTERM)),
+        killed_from_outside(plan, KillPlan((0, 1), 2.0, step=5, signal=signal.SIGTERM)),
         pytest.raises(RankError) as raised,
     ):
         run_ranks(train, RANKS, plan, timeout=60)

@@ -136,7 +136,7 @@ def test_a_slow_layer_names_its_rank_after_two_rounds(at: str, tmp_path: Path):
     assert truth.matches(incident), incident.sentence
     assert {each.surface for each in incident.records} == {truth.surface}
     # Two rounds, and perhaps one between or after them in which the machine held another rank up.
-    assert sorted(each.step for each in incident.records) in ([4, 5], [4, 6], [4, 5, 6])
+    assert sorted(each.step for each in incident.records) in ([4, 5], [4, 6], [5, 6], [4, 5, 6])
 
 
 def test_a_delay_that_happens_once_is_not_reported(tmp_path: Path):
