@@ -312,6 +312,9 @@ class ObserverConfig:
     """Observers use the standby once the hub has not answered for this long."""
     election_seconds: float = 15.0
     """Another rank's observer becomes the hub once hub and standby have been unreachable for this long."""
+    min_relayed_ranks: int = 2048
+    """In a job of at least this many ranks, one observer of each machine passes on the messages of the
+    others, so that a hub has one connection to each machine instead of one to each rank."""
     stack_seconds: float = 0.4
     """How long a trainer may take to write its stacks; a round takes at most this much longer."""
     stack_signal: int = 46

@@ -9,7 +9,9 @@ from __future__ import annotations
 import json
 import random
 import socket
+import struct
 import time
+import zlib
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -96,14 +98,16 @@ class _Job:
         self.observing = ObserverProcess(assigned(writers[0], folder, hub=0, mesh=mesh))
         assert self.observing._hub is not None
         self.hub: Hub = self.observing._hub
+        self.hub.routes.relays = dict.fromkeys(range(RANKS), 0)
         self.context: zmq.Context = zmq.Context()
         self.clients = [
             protocol.Client(self.context, rank, TOKEN, [("127.0.0.1", self.hub.port)])
             for rank in range(RANKS)
         ]
+        self.relay = protocol.connect(self.context, TOKEN, "relay 0", ("127.0.0.1", self.hub.port))
         self.now = 0.0
-        for client in self.clients:
-            assert client.sockets[0].poll(10_000, zmq.POLLOUT)
+        for each in (self.relay, *(client.sockets[0] for client in self.clients)):
+            assert each.poll(10_000, zmq.POLLOUT)
         self.reports = [reported(writer) for writer in writers]
 
     def send(self, rank: int, message: bytes) -> None:
@@ -111,8 +115,16 @@ class _Job:
         assert self.hub.socket.poll(10_000)
         self.tick()
 
+    def pass_on(self, frame: bytes) -> None:
+        """Send what a relay would."""
+        self.relay.send(frame, zmq.NOBLOCK)
+        assert self.hub.socket.poll(10_000)
+        self.tick()
+
     def tick(self) -> None:
         self.hub.tick(self.now)
+        while self.relay.poll(0):
+            self.relay.recv_multipart()
         for client in self.clients:
             for _ in client.receive():
                 pass
@@ -140,8 +152,8 @@ class _Job:
         return finding is not None and finding.ranks == (RANKS - 1,)
 
     def close(self) -> None:
-        for client in self.clients:
-            client.close()
+        for each in (self.relay, *self.clients):
+            each.close()
         self.observing._close()
         self.context.destroy(linger=0)
 
@@ -185,6 +197,21 @@ def post_mutant(chance: random.Random, reports: list[RankReport], rank: int, num
     return bytes(data)
 
 
+def batch_mutant(chance: random.Random, reports: list[RankReport], number: int) -> bytes:
+    """What a relay sends: with other bytes, before or after it is compressed, or in another order."""
+    if chance.random() < 0.2:
+        return text_mutant(chance, {"kind": "unreachable", "ranks": [0, 2]})
+    entries = [(rank, post_mutant(chance, reports, rank, number)) for rank in range(RANKS)]
+    entries += [(rank, protocol.encode("announce", insistent=True)) for rank in range(RANKS)]
+    body = b"".join(
+        struct.pack("<II", rank, len(message)) + message for rank, message in chance.sample(entries, 4)
+    )
+    if chance.random() < 0.3:
+        body = bytes_mutant(chance, body)
+    frame = zlib.compress(body, 1)
+    return bytes_mutant(chance, frame) if chance.random() < 0.2 else frame
+
+
 def test_a_hub_survives_every_message(job: _Job, tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     assert job.holds_a_round()
 
@@ -199,7 +226,10 @@ def test_a_hub_survives_every_message(job: _Job, tmp_path: Path, capfd: pytest.C
             rank = chance.randrange(RANKS)
             job.send(rank, post_of(job.reports[rank], job.hub._rounds))
         rank = chance.randrange(RANKS)
-        if chance.random() < 0.7:
+        way = chance.random()
+        if way < 0.2:
+            job.pass_on(batch_mutant(chance, job.reports, job.hub._rounds))
+        elif way < 0.7:
             job.send(rank, post_mutant(chance, job.reports, rank, job.hub._rounds))
         else:
             job.send(rank, text_mutant(chance, chance.choice(messages_to_a_hub(job.hub._rounds))))

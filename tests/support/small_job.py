@@ -30,6 +30,7 @@ from torchscout.errors import ObserverError
 from torchscout.observer import stacks
 from torchscout.observer.monitor import launch
 from torchscout.observer.record.writer import ProgressWriter
+from torchscout.observer.rounds.relay import relayed_with
 from torchscout.observer.spec import ObserverSpec, describe_mesh, hub_ranks
 from torchscout.utils.network import new_token
 
@@ -129,6 +130,7 @@ class SmallJob:
                 config=self.config,
                 hub=place,
                 mesh=None if place is None else self._mesh,
+                machine=relayed_with(rank, self._mesh["hosts"], self.config.min_relayed_ranks),
             ).to_json(),
         }
         command = [sys.executable, "-m", "tests.support.small_job", str(there.fileno())]

@@ -164,7 +164,7 @@ def test_a_round_asks_all_ranks_and_sends_the_finding_to_all(board: Board):
     assert reports[2].lines == (LINE,)
     assert not insistent
     assert board.written == [board.verdict]
-    assert board.kinds(1) == ["accepted", "ask", "news", "outcome"]
+    assert board.kinds(1) == ["ask", "news", "outcome"]
     assert board.kinds(2) == ["ask", "news", "outcome"]
     finding = Finding.of(board.verdict, reports)
     assert Finding.from_json(board.inbox[0][-1]["finding"]) == finding
@@ -346,7 +346,7 @@ def test_an_observer_that_left_is_not_asked_and_its_last_report_counts(board: Bo
 def test_the_last_report_of_an_observer_that_leaves_during_a_round_counts(board: Board):
     board.join(0, 1)
     board.clients[0].send(0, "announce", insistent=False)
-    board.until(lambda: board.kinds(0) == ["accepted", "ask"])
+    board.until(lambda: board.kinds(0) == ["ask"])
     board.join(2)  # it could not be asked
     board.clients[2].post(0, "leave", report(2, Process.GONE, 0.5))
     board.until(lambda: board.hub.left == {2})

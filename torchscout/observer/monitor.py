@@ -31,6 +31,7 @@ from torchscout.observer import stacks
 from torchscout.observer.publisher import Publisher
 from torchscout.observer.record.directory import reclaim, records_home
 from torchscout.observer.record.writer import ProgressWriter
+from torchscout.observer.rounds.relay import relayed_with
 from torchscout.observer.spec import ObserverSpec, describe_mesh, hub_ranks
 from torchscout.utils.child_process import HOME, command
 from torchscout.utils.network import listening_address
@@ -323,6 +324,7 @@ def _start_alone(
     if hub is not None:
         listens, address = listening_address(job.hosts, job.rank, config.address)
         config = replace(config, address=listens)
+    hosts = [job.mesh.host_of(rank) for rank in range(len(job.mesh))]
     directory = private_directory()
     undo.callback(shutil.rmtree, directory, ignore_errors=True)
     writer = ProgressWriter.create(directory, job.rank)
@@ -340,6 +342,7 @@ def _start_alone(
             stack=str(registration.path),
             hub=hub,
             mesh=None if hub is None else describe_mesh(job.mesh),
+            machine=relayed_with(job.rank, hosts, config.min_relayed_ranks),
         )
     )
     undo.callback(observer.close)

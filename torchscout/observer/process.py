@@ -36,6 +36,7 @@ from torchscout.observer.rounds.client import RoundClient
 from torchscout.observer.rounds.hub import Hub
 from torchscout.observer.rounds.protocol import HUBS_AT_FIRST, MISTAKES, Address, Client, Message
 from torchscout.observer.rounds.rank_report import RankReport
+from torchscout.observer.rounds.relay import Relay, relay_endpoint, relay_ranks
 from torchscout.observer.rounds.reported_incidents import Finding
 from torchscout.observer.rounds.reports import Reports
 from torchscout.observer.silence import threshold
@@ -77,6 +78,8 @@ class ObserverProcess:
         self._slow: deque[Incident] = deque(maxlen=_KNOWN)
         """The latest slow phases that any hub has reported; hubs take turns if one answers late."""
         self._client: Client | None = None
+        self._relay: Relay | None = None
+        """For the observers of this machine."""
         self._rounds: RoundClient | None = None
         self._copied: frozenset[int] = frozenset()
         """Hubs of machines that do not share the run directory, if this observer records what they find."""
@@ -115,6 +118,8 @@ class ObserverProcess:
             self._trainer.kill()
         if self._hub is not None and self._hub.is_open:
             self._hub.tick(time.monotonic())
+        if self._relay is not None:
+            self._relay.tick(time.monotonic())
         if self._client is not None and self._rounds is not None:
             for hub, message in self._client.receive():
                 self._handle(self._client, self._rounds, hub, message)
@@ -141,9 +146,9 @@ class ObserverProcess:
     def _poll_seconds(self) -> float:
         is_announcing = self._rounds is not None and self._rounds.is_announcing
         seconds = _ANNOUNCING_SECONDS if is_announcing else self.config.poll_seconds
-        if self._hub is not None and self._hub.deadline is not None:
-            seconds = min(seconds, max(0.0, self._hub.deadline - time.monotonic()))
-        return seconds
+        deadlines = [each.deadline for each in (self._hub, self._relay) if each is not None]
+        waits = [max(0.0, deadline - time.monotonic()) for deadline in deadlines if deadline is not None]
+        return min(seconds, *waits) if waits else seconds
 
     def _is_over(self) -> bool:
         """Return whether to exit. A process with a hub waits, for a limited time, for the others to leave."""
@@ -163,7 +168,8 @@ class ObserverProcess:
         if not self._rounds.leave(now) and now - self._done_since < _LEAVING_SECONDS:
             return False
         others = set(range(self._spec.size)) - {self._spec.rank}
-        return self._hub is None or not is_needed or others <= self._hub.left
+        is_hub_done = self._hub is None or not is_needed or others <= self._hub.left
+        return is_hub_done and (self._relay is None or not self._relay.is_needed)
 
     def _obey(self, line: Mapping[str, Any]) -> None:
         if "hubs" in line:
@@ -182,7 +188,12 @@ class ObserverProcess:
 
     def _join(self, hubs: list[Address]) -> None:
         assert self._client is None, "hubs are sent once"
-        self._client = Client(self._context, self._spec.rank, self._spec.token, hubs)
+        spec, relay = self._spec, None
+        if spec.machine:
+            relay = partial(relay_endpoint, spec.token, spec.machine[0])
+            if spec.machine[0] == spec.rank:
+                self._host_relay(hubs)
+        self._client = Client(self._context, spec.rank, spec.token, hubs, relay=relay, poller=self._poller)
         self._rounds = RoundClient(
             self._trainer,
             self._client,
@@ -190,15 +201,19 @@ class ObserverProcess:
             self._report_locally,
             self._adopt,
             self._try_candidate,
-            self._spec.size,
+            spec.size,
         )
-        for socket in self._client.sockets:
-            self._poller.register(socket, zmq.POLLIN)
+
+    def _host_relay(self, hubs: list[Address]) -> None:
+        try:
+            self._relay = Relay(self._context, self._spec.token, self._spec.machine, hubs, self._poller)
+        except zmq.ZMQError as error:  # the observers of this machine connect to the hubs themselves
+            _log_error(error)
 
     def _try_candidate(self, place: int) -> None:
-        """Receive from the candidate that was just connected to; open its hub if that is hosted here."""
-        assert self._client is not None
-        self._poller.register(self._client.sockets[place], zmq.POLLIN)
+        """Look for the candidate at ``place``; open its hub if that is hosted here."""
+        if self._relay is not None:
+            self._relay.open(place)
         if self._hub is None or place != self._spec.hub:
             print(f"no hub answers; looking for that of candidate {place}", file=sys.stderr)
             return
@@ -252,6 +267,8 @@ class ObserverProcess:
                 raise
             hosted = hub(config=replace(self.config, port=0))  # a candidate must not prevent training
         hosted.is_restarted = self._spec.is_restarted
+        assert self._spec.mesh is not None
+        hosted.routes.relays = relay_ranks(self._spec.mesh["hosts"], self.config.min_relayed_ranks)
         return hosted
 
     @cached_property
@@ -347,7 +364,7 @@ class ObserverProcess:
         self._late.close()
         if self._rounds is not None:
             self._rounds.leave(time.monotonic())
-        for end in (self._client, self._hub):
+        for end in (self._client, self._relay, self._hub):
             if end is not None:
                 end.close()
         self._context.term()  # sends the last messages, within their linger time

@@ -47,6 +47,8 @@ class ObserverSpec:
     None hosts none."""
     mesh: Mapping[str, Any] | None = None
     """The result of ``describe_mesh``; required for a rank that may host a hub."""
+    machine: tuple[int, ...] = ()
+    """The ranks of this machine, if the observer of the first one is its relay."""
     recovery: RecoveryConfig | None = None
     """How it decides in place of a trainer that cannot; None if it must not."""
     plan: RestartPlan = field(default_factory=RestartPlan.first)
@@ -85,6 +87,7 @@ class ObserverSpec:
             "recovery": None if recovery is None else RecoveryConfig(**recovery),
             "plan": RestartPlan.from_json(document["plan"]),
             "plan_folders": tuple(map(str, document["plan_folders"])),
+            "machine": tuple(map(int, document["machine"])),
         }
         return cls(**{**document, **converted})
 

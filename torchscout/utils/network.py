@@ -114,17 +114,22 @@ class CurveSockets(NamedTuple):
             undo.pop_all()
         return socket
 
-    def connect(self, context: _Context, token: str, rank: int, address: Address) -> zmq.Socket[bytes]:
-        """Return a client's socket. The handshake carries the rank, so the listener may send first."""
+    def connect(
+        self, context: _Context, token: str, name: int | str, address: Address | str
+    ) -> zmq.Socket[bytes]:
+        """Return a client's socket. The handshake carries its name, a rank for most, so that the listener may
+        send first. ``address`` may also be an endpoint."""
         with ExitStack() as undo:
             socket = undo.enter_context(self._socket(context, zmq.DEALER))
             socket.curve_serverkey = derive(token, self.purpose, "listener").public
             socket.curve_publickey, socket.curve_secretkey = derive(token, self.purpose, "client")
-            socket.routing_id = str(rank).encode()
+            socket.routing_id = str(name).encode()
             socket.immediate = True  # nothing is queued for a listener that is not there
             socket.reconnect_ivl, socket.reconnect_ivl_max = _RECONNECT_MS, _LONGEST_RECONNECT_MS
-            host, port = address
-            socket.connect(f"tcp://{f'[{host}]' if ':' in host else host}:{port}")
+            if not isinstance(address, str):
+                host, port = address
+                address = f"tcp://{f'[{host}]' if ':' in host else host}:{port}"
+            socket.connect(address)
             undo.pop_all()
         return socket
 

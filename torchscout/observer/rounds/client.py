@@ -146,6 +146,8 @@ class RoundClient:
         self._reported: tuple[int, float] | None = None
         """Step and begin of the silence in the last report."""
         self._named: _Named | None = None
+        self._since: float | None = None
+        """Time of the first ``tick``."""
         self._has_announced_end = False
         self._concluded_at: float | None = None
         self._last_report: RankReport | None = None
@@ -169,6 +171,7 @@ class RoundClient:
         elif self.trainer.ending is Ending.FAILED and not self._has_announced_end:
             self._has_announced_end, self._concluded_at = True, None
             self._announce(now)
+        self._check_relay(now)
         self.election.tick(now, self.silence.config.election_seconds)
         self._check_hub(now)
         self._check_incident(now)
@@ -257,6 +260,11 @@ class RoundClient:
             self._announcement = None
             self._give_up(now)
 
+    def _check_relay(self, now: float) -> None:
+        self._since = now if self._since is None else self._since
+        seconds = self.silence.config.election_seconds / 2
+        self._client.check_relay(may_be_starting=now - self._since < seconds)
+
     def _check_hub(self, now: float) -> None:
         announcement = self._announcement
         if announcement is None:
@@ -264,9 +272,16 @@ class RoundClient:
         hubs = self.election.order()
         if announcement.hub is None:
             self._ask_one_of(hubs, now)
-        elif now >= announcement.until or not self._client.is_connected(announcement.hub):
-            tried = hubs.index(announcement.hub) + 1 if announcement.hub in hubs else 0
-            self._ask_one_of(hubs[tried:], now)
+            return
+        is_connected = self._client.is_connected(announcement.hub)
+        if now < announcement.until and is_connected:
+            return
+        tried = hubs.index(announcement.hub) + 1 if announcement.hub in hubs else 0
+        rest = hubs[tried:]
+        # Perhaps it is a stopped relay that does not answer; an elected hub first waits for a majority.
+        if is_connected and announcement.hub < HUBS_AT_FIRST and self._client.go_direct(announcement.hub):
+            rest += hubs[:tried]
+        self._ask_one_of(rest, now)
 
     def _check_incident(self, now: float) -> None:
         """Tell the hubs once this rank goes on after it was named. One of them records that: the one that

@@ -1,8 +1,8 @@
 """Collects the reports of all observers in a round, inside one observer's process (paper, section 7).
 
     observer -> hub    announce      my trainer is silent, or gone
-    hub -> observer    accepted      to the one that announced
     hub -> all         ask           report the status of your trainer
+    hub -> observer    accepted      to one that announces in a round for which it has reported
     all -> hub         report        or ``declined``: another hub has asked already
     hub -> still       show          all reports are in; send your trainer's stacks
     still -> hub       stack
@@ -17,7 +17,7 @@ last report, and ``moved`` says that a rank that was named goes on. Between roun
 waits beyond its deadline: absence is evidence.
 
 The standby is an equal hub that is only asked when the first one does not answer. Further hubs are elected
-when neither answers; see ``Election``.
+when neither answers; see ``Election``. In a large job, messages travel through relays; see ``relay``.
 """
 
 from __future__ import annotations
@@ -34,7 +34,6 @@ from torchscout.decision.records.record import Incident, Resolved
 from torchscout.observer.rounds.post import Post
 from torchscout.observer.rounds.protocol import (
     HUBS_AT_FIRST,
-    LIMIT,
     MAX_STACK,
     MISTAKES,
     Message,
@@ -44,6 +43,7 @@ from torchscout.observer.rounds.protocol import (
     listen_limited,
 )
 from torchscout.observer.rounds.rank_report import RankReport
+from torchscout.observer.rounds.relay import Routes
 from torchscout.observer.rounds.reported_incidents import Finding, ReportedIncidents
 from torchscout.observer.rounds.reports import Reports, Stack
 from torchscout.utils.packed_lists import pack
@@ -56,7 +56,8 @@ _TRANSIT_SECONDS = 0.2
 """Time to request and send stacks, besides the time to take them."""
 _STACK_BYTES = 64 << 20
 """Room for the stacks of a round: those of a large job are cut more."""
-_MIN_STACK = 512
+_MIN_STACK = 400
+"""Characters; so short a message is not compressed."""
 _TOO_FEW = (
     "the observer of this rank was elected as hub, but only {} of {} observers have found it; it localizes "
     "hangs once more than half of them have"
@@ -90,6 +91,10 @@ class Round:
     insistent: bool = False
     is_survey: bool = False
     takes_stacks: bool = False
+    question: bytes = b""
+    """What all observers were asked."""
+    searching: set[int] = field(default_factory=set)
+    """Ranks that are awaited but could not be asked yet: their relay is lost."""
     awaited: set[int] = field(default_factory=set)
     posts: dict[int, Post] = field(default_factory=dict)
     stacks: dict[int, Stack] = field(default_factory=dict)
@@ -145,6 +150,7 @@ class Hub:
         at_once = min(max(size, self._listener.limits.connections), _MOST_AT_ONCE)
         self._listener.limits = replace(self._listener.limits, connections=at_once)
         self.port = self._listener.port
+        self.routes = Routes(self.socket, {}, self.tally, self._not_reached)
         self.is_elected = place >= HUBS_AT_FIRST
         self.is_open = False
         """Whether it accepts connections."""
@@ -163,6 +169,10 @@ class Hub:
         """Time of the first ``tick``."""
         self._left: dict[int, tuple[Post, float]] = {}
         """Last posts, and when they came."""
+        self._last: tuple[bytes | None, Message | None] = None, None
+        """The last message, as it came and decoded."""
+        self._accepted: list[int] = []
+        """Ranks whose announcements are answered next."""
         self._reported = ReportedIncidents()
         if not self.is_elected:
             self.open()
@@ -193,9 +203,10 @@ class Hub:
             if not self.socket.poll(0, zmq.POLLIN):
                 break
             identity, *frames = self.socket.recv_multipart(zmq.NOBLOCK)
-            message = decode(b"".join(frames), self.tally)
-            if message is not None:
-                self._handle(identity, message, now)
+            self._read(identity, b"".join(frames), now)
+        if self._accepted:
+            self.routes.send(self._accepted, encode("accepted", seconds=self._round_seconds))
+            self._accepted = []
         try:
             self._advance_round(now)
         except MISTAKES:  # the reports make no sense: the next round may be better
@@ -210,9 +221,22 @@ class Hub:
         self.socket.close()
         self._listener.close(_FLUSH_SECONDS)
 
-    def _handle(self, identity: bytes, message: Message, now: float) -> None:
+    def _read(self, identity: bytes, frame: bytes, now: float) -> None:
         try:
-            rank = int(identity)
+            for rank, message in self.routes.read(identity, frame):
+                self._handle(rank, message, now)
+        except MISTAKES:
+            self.tally.malformed += 1
+
+    def _handle(self, rank: int, frame: bytes, now: float) -> None:
+        if frame == self._last[0]:  # all ranks of a job announce a hang in the same words
+            self.tally.received += 1
+        else:
+            self._last = frame, decode(frame, self.tally)
+        message = self._last[1]
+        if message is None:
+            return
+        try:
             if not 0 <= rank < self._size:
                 raise ValueError(f"rank {rank} of {self._size}")
             self._act_on(rank, message, now)
@@ -258,15 +282,19 @@ class Hub:
     def _hold_round(self, rank: int, now: float, *, insistent: bool) -> None:
         finding = self._reported.finding
         if finding is not None and finding.job_ended:
-            self._deliver(rank, self._outcome())
+            self.routes.send([rank], self._outcome())
             return
         if self._is_gathering(now):
             return  # without an answer the observer asks the standby
-        self._send(rank, "accepted", seconds=self._round_seconds)
-        if self._round is not None and not self._round.is_survey:
-            self._round.insistent |= insistent
+        current = self._round
+        if current is None or current.is_survey:
+            self._round = self._ask_all(now, insistent=insistent)
             return
-        self._round = self._ask_all(now, insistent=insistent)
+        current.insistent |= insistent
+        if rank not in current.awaited or current.takes_stacks:
+            self._accepted.append(rank)
+        elif self.routes.is_direct(rank):
+            self.routes.send([rank], current.question)  # its relay, which was asked, does not pass it on
 
     def _learn(self, document: Mapping[str, Any] | None) -> None:
         """Take over an earlier hub's finding about the present silence, so as not to report it again."""
@@ -283,7 +311,8 @@ class Hub:
         is_late = self._since is not None and now - self._since > seconds
         if not self.is_elected and (is_late or not self.is_restarted):
             return False
-        found = sum(rank in self._left or self._send(rank, "present") for rank in range(self._size))
+        others = set(range(self._size)) - self.left
+        found = self._size - len(others) + len(self.routes.send(others, encode("present")))
         if not self.is_elected:
             return found < self._size
         self._has_majority = 2 * found > self._size
@@ -302,22 +331,40 @@ class Hub:
 
     def _ask_all(self, now: float, *, insistent: bool = False, survey: bool = False) -> Round:
         self._rounds += 1
-        patience = self.config.round_deadline_seconds
+        patience = self._patience
         started = Round(self._rounds, now + patience, insistent, survey, patience=patience)
         started.latest = now + self._round_seconds
         kind = "sample" if survey else "ask"
-        message = encode(kind, round=started.number, seconds=self._round_seconds)
-        left = self.left
-        started.awaited = {r for r in range(self._size) if r not in left and self._deliver(r, message)}
+        started.question = encode(kind, round=started.number, seconds=self._round_seconds)
+        present = set(range(self._size)) - self.left
+        reached = self.routes.send(present, started.question)
+        started.searching = {rank for rank in present - reached if self.routes.is_searching(rank)}
+        started.awaited = reached | started.searching
         return started
+
+    def _not_reached(self, ranks: Sequence[int]) -> None:
+        """Try without the relay what it could not deliver; do not wait for observers that are not there."""
+        current = self._round
+        if current is not None and not current.takes_stacks:
+            lost = current.awaited.intersection(ranks)
+            current.awaited -= lost - self.routes.send(lost, current.question)
+
+    @property
+    def _patience(self) -> float:
+        """How long a round waits for the next report. An observer whose relay is stopped first asks the hub
+        and the standby through it, and then connects to the hub itself."""
+        relayed = HUBS_AT_FIRST * self.config.failover_seconds if self.routes.relays else 0.0
+        return self.config.round_deadline_seconds + relayed
 
     @property
     def _round_seconds(self) -> float:
         """The longest time for a round: it grows with the number of reports to read."""
-        return _DEADLINES * self.config.round_deadline_seconds + _REPORT_SECONDS * self._size
+        return _DEADLINES * self._patience + _REPORT_SECONDS * self._size
 
     def _advance_round(self, now: float) -> None:
         current = self._round
+        if current is not None and current.searching:
+            current.searching -= self.routes.send(current.searching, current.question)
         if current is None or not current.is_over(now):
             return
         if current.is_survey:
@@ -332,12 +379,13 @@ class Hub:
 
     def _ask_for_stacks(self, current: Round, now: float) -> None:
         current.takes_stacks = True
+        current.searching = set()
         current.patience = self.config.stack_seconds + _TRANSIT_SECONDS
         current.deadline = now + current.patience
         still = [rank for rank, each in current.posts.items() if each.is_still and rank not in self._left]
         characters = min(MAX_STACK, max(_MIN_STACK, _STACK_BYTES // max(1, len(still))))
         message = encode("show", round=current.number, characters=characters)
-        current.awaited = {rank for rank in still if self._deliver(rank, message)}
+        current.awaited = self.routes.send(still, message)
 
     def _finish(self, finished: Round, now: float) -> None:
         self._round = None
@@ -351,9 +399,7 @@ class Hub:
             incident = self._reported.traced(incident, reports)
         if incident is not None and self._reported.report(incident, reports):
             self._publish(incident)
-        outcome = self._outcome()
-        for rank in set(range(self._size)) - self.left:
-            self._deliver(rank, outcome)
+        self.routes.send(set(range(self._size)) - self.left, self._outcome())
 
     def _resolve(self, rank: int, message: Message) -> None:
         named_by = None if message["finding"] is None else Finding.from_json(message["finding"])
@@ -367,29 +413,12 @@ class Hub:
         message = _news(item)
         if isinstance(item, Incident) and len(message) * self._size > _NEWS_BYTES:
             message = _news(replace(item, records=item.records[:1]))
-        for rank in range(self._size):
-            self._deliver(rank, message)
+        self.routes.send(range(self._size), message)
 
     def _outcome(self) -> bytes:
         """The current finding, of this round or of an earlier one."""
         finding = self._reported.finding
         return encode("outcome", finding=None if finding is None else finding.to_json())
-
-    def _send(self, rank: int, kind: str, **fields: Any) -> bool:
-        return self._deliver(rank, encode(kind, **fields))
-
-    def _deliver(self, rank: int, message: bytes) -> bool:
-        """Return whether ``rank`` is connected."""
-        if len(message) > LIMIT:
-            return False
-        try:
-            self.socket.send_multipart([str(rank).encode(), message], zmq.NOBLOCK)
-        except zmq.ZMQError as error:
-            if error.errno not in {zmq.EHOSTUNREACH, zmq.EAGAIN}:
-                raise
-            return False
-        self.tally.sent += 1
-        return True
 
 
 def _news(item: Incident | Resolved) -> bytes:

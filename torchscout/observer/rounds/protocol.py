@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import secrets
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -37,6 +37,8 @@ __all__ = [
     "connect",
     "decode",
     "encode",
+    "expanded",
+    "listen",
     "listen_limited",
 ]
 
@@ -46,8 +48,8 @@ LIMIT = 4 << 20
 """Maximum size of a message in bytes; whoever sends more is disconnected."""
 MAX_STACK = 8192
 """Characters of a trainer's stacks."""
-_SOCKETS = CurveSockets("board 6", LIMIT)
-connect = _SOCKETS.connect
+_SOCKETS = CurveSockets("board 7", LIMIT)
+connect, listen = _SOCKETS.connect, _SOCKETS.listen
 _LIMITS = Limits(connections=64)
 """All observers of a job connect to its hub at the same time."""
 
@@ -74,11 +76,15 @@ def encode(kind: str, **fields: Any) -> bytes:
     return zlib.compress(message) if _LONG < len(message) <= LIMIT else message
 
 
-def _expanded(frame: bytes) -> bytes:
+def expanded(frame: bytes) -> bytes:
+    """Return what was compressed; raises ``ValueError``."""
     if not frame.startswith(_COMPRESSED):
         return frame
     expanding = zlib.decompressobj()
-    text = expanding.decompress(frame, LIMIT)
+    try:
+        text = expanding.decompress(frame, LIMIT)
+    except zlib.error as error:
+        raise ValueError(f"not a compressed message: {error}") from error
     if not expanding.eof:
         raise ValueError(f"a compressed message is incomplete, or longer than {LIMIT} bytes")
     return text
@@ -93,8 +99,8 @@ def decode(frame: bytes, tally: Tally) -> Message | None:
     if frame[:1] and frame[0] <= len(KINDS):
         return {"kind": "post", "post": frame}
     try:
-        message = read_json(_expanded(frame))
-    except (ValueError, RecursionError, zlib.error):
+        message = read_json(expanded(frame))
+    except (ValueError, RecursionError):
         message = None
     if isinstance(message, dict) and isinstance(message.get("kind"), str):
         return message
@@ -120,28 +126,76 @@ def listen_limited(
 
 
 class Client:
-    """One observer's idle connections to the hub, its standby, and the hubs elected since."""
+    """One observer's idle connections to the hub, its standby, and the hubs elected since.
+
+    In a large job they lead through the relay of its machine; see ``relay``.
+    """
 
     def __init__(
-        self, context: zmq.Context[zmq.Socket[bytes]], rank: int, token: str, hubs: Sequence[Address]
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        rank: int,
+        token: str,
+        hubs: Sequence[Address],
+        *,
+        relay: Callable[[int | None], str] | None = None,
+        poller: zmq.Poller | None = None,
     ) -> None:
+        """``relay``: from the place of a hub to where the relay listens for it, or, from None, to where it
+        shows that it is there. Sockets are registered at ``poller``."""
         self.tally = Tally()
-        self._connect = partial(connect, context, token, rank)
         self.sockets: list[zmq.Socket[bytes]] = []
-        self._candidates = list(hubs[HUBS_AT_FIRST:])
-        """The addresses of hubs that may still be elected, in their order."""
+        self._hubs, self._relay = hubs, relay
+        self._poller = zmq.Poller() if poller is None else poller
+        self._connect = partial(connect, context, token, rank)
+        self._presence: zmq.Socket[bytes] | None = None
+        """The connection that shows whether the relay is there."""
+        self._found_relay = False
+        self._relayed: set[int] = set()
+        """Hubs whose connections lead through the relay."""
         with ExitStack() as undo:
             undo.callback(self.close)
-            for address in hubs[:HUBS_AT_FIRST]:
-                self.sockets.append(self._connect(address))
+            if relay is not None:
+                self._presence = self._connect(relay(None))
+            for _ in hubs[:HUBS_AT_FIRST]:
+                self.connect_next()
             undo.pop_all()
 
     def connect_next(self) -> bool:
         """Connect to the next candidate's hub as well; return False if there is none left."""
-        if self._candidates:
-            self.sockets.append(self._connect(self._candidates.pop(0)))
-            return True
-        return False
+        place = len(self.sockets)
+        if place == len(self._hubs):
+            return False
+        if self._relay is not None:
+            self._relayed.add(place)
+        self.sockets.append(self._connect(self._hubs[place] if self._relay is None else self._relay(place)))
+        self._poller.register(self.sockets[place], zmq.POLLIN)
+        return True
+
+    def go_direct(self, hub: int) -> bool:
+        """Connect to a hub without the relay; return False if that is so already."""
+        if hub not in self._relayed:
+            return False
+        direct = self._connect(self._hubs[hub])
+        self._poller.unregister(self.sockets[hub])
+        self.sockets[hub].close()
+        self.sockets[hub] = direct
+        self._poller.register(direct, zmq.POLLIN)
+        self._relayed.discard(hub)
+        return True
+
+    def check_relay(self, *, may_be_starting: bool) -> None:
+        """Connect to all hubs directly, now and later, if the relay is lost, or if it is not found though it
+        should have started."""
+        if self._presence is None:
+            return
+        if self._presence.poll(0, zmq.POLLOUT):
+            self._found_relay = True
+        elif self._found_relay or not may_be_starting:
+            self._presence.close()
+            self._presence = self._relay = None
+            for hub in range(len(self.sockets)):
+                self.go_direct(hub)
 
     def is_connected(self, hub: int) -> bool:
         return bool(self.sockets[hub].poll(0, zmq.POLLOUT))
@@ -178,3 +232,5 @@ class Client:
     def close(self) -> None:
         for socket in self.sockets:
             socket.close()
+        if self._presence is not None:
+            self._presence.close()
