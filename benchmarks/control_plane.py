@@ -1,13 +1,13 @@
 """How soon a hub names a rank among hundreds of real observers, and what that costs it.
 
-    python benchmarks/control_plane.py [--sizes 64 256 ...] [--turns N] [--json] [--output FILE]
+    python benchmarks/control_plane.py [--sizes 64 256 ...] [--turns N] [--relays] [--json] [--output FILE]
 
 Records of a job on paper are written by this process: replicas of eight tensor-parallel ranks. Time and again
 one rank stops before an all-reduce of its replica group, so that all others wait, and then goes on. Hub,
 standby and observers are the product's own. Up to ``PROCESSES`` ranks have an observer process each. In a
 larger job only the ranks that may host a hub have one; the others' connections, records and answers
 (``Client``, ``TrainerView``, ``RoundClient``) are served by a few processes, so that each still has its own
-connections to the hub and to the standby.
+connections to the hub and to the standby. With ``--relays``, each machine of eight ranks has a relay.
 
 Everything shares this machine's cores, so that these times are upper limits: a job has its own core for an
 observer. The last turn of each size is without the hub, which is stopped like a machine that is lost.
@@ -33,6 +33,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,7 @@ from torchscout.observer.monitor import ObserverHandle, launch
 from torchscout.observer.record.writer import ProgressWriter
 from torchscout.observer.rounds.client import RoundClient
 from torchscout.observer.rounds.protocol import Client
+from torchscout.observer.rounds.relay import Relay, relay_endpoint, relayed_with
 from torchscout.observer.spec import ObserverSpec, describe_mesh, hub_ranks
 from torchscout.observer.trainer import TrainerView
 
@@ -70,12 +72,19 @@ def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="numbers of ranks")
     parser.add_argument("--turns", type=int, default=5, help="hangs of each job")
+    parser.add_argument("--relays", action="store_true", help="with a relay for every eight ranks")
     arguments = parser.parse_args()
     enter_own_network()
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    rows = [measure(size, arguments.turns) for size in arguments.sizes]
-    report = {**environment(), "benchmark": "control plane", "results": rows, "model": model(rows)}
+    rows = [measure(size, arguments.turns, relays=arguments.relays) for size in arguments.sizes]
+    report = {
+        **environment(),
+        "benchmark": "control plane",
+        "relays": arguments.relays,
+        "results": rows,
+        "model": model(rows),
+    }
     publish(report, table, arguments)
 
 
@@ -151,14 +160,17 @@ class Job:
 
 
 @contextmanager
-def a_job(size: int) -> Iterator[Job]:
+def a_job(size: int, *, relays: bool) -> Iterator[Job]:
     """Trainers with observers that are all connected."""
     # Polling takes 0.4% of a core for each observer at 0.2 s. Many notice a hang, so the first does at once.
     poll = 0.2 if size <= 64 else 1.0
-    config = ObserverConfig(poll_seconds=poll, address="127.0.0.1")
-    hubs = hub_ranks([None] * size)
+    config = ObserverConfig(
+        poll_seconds=poll, address="127.0.0.1", min_relayed_ranks=1 if relays else size + 1
+    )
+    hosts = [f"host{rank // TENSOR}" for rank in range(size)]
+    hubs = hub_ranks(hosts)
     own = range(size) if size <= PROCESSES else hubs
-    mesh = describe_mesh(Mesh.grid(replica=size // TENSOR, tensor=TENSOR))
+    mesh = describe_mesh(Mesh.grid(replica=size // TENSOR, tensor=TENSOR, hosts=hosts))
     base = SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
     with (
         tempfile.TemporaryDirectory(dir=base) as records,
@@ -181,6 +193,7 @@ def a_job(size: int) -> Iterator[Job]:
                     config=config,
                     hub=place,
                     mesh=None if place is None else mesh,
+                    machine=relayed_with(rank, hosts, config.min_relayed_ranks),
                 ),
                 timeout=120.0,
             )
@@ -195,8 +208,9 @@ def a_job(size: int) -> Iterator[Job]:
             observer.configure(addresses, timeout=30.0)
         rest = [rank for rank in range(size) if rank not in observers]
         undo.enter_context(served([(r, trainers[r].writer.path) for r in rest], addresses, config))
-        until_connected(observers[0].pid, size)
-        until_connected(observers[hubs[1]].pid, size)
+        clients = size // TENSOR if relays else size
+        until_connected(observers[0].pid, clients)
+        until_connected(observers[hubs[1]].pid, clients)
         connected = time.monotonic() - begin
         stop_moving.set()
         incidents = Path(run_dir) / "incidents.jsonl"
@@ -216,14 +230,14 @@ def keep_moving(trainers: Sequence[Trainer]) -> threading.Event:
     return over
 
 
-def until_connected(pid: int, size: int) -> None:
-    """Wait until a hub has a connection, which takes three descriptors, to each observer."""
+def until_connected(pid: int, clients: int) -> None:
+    """Wait until a hub has a connection, which takes three descriptors, to each client."""
     deadline = time.monotonic() + 120
-    while len(list(Path(f"/proc/{pid}/fd").iterdir())) < 3 * size:
+    while len(list(Path(f"/proc/{pid}/fd").iterdir())) < 3 * clients:
         if time.monotonic() > deadline:
-            raise AssertionError(f"not all of {size} observers are connected after 120 s")
+            raise AssertionError(f"not all of {clients} clients are connected after 120 s")
         time.sleep(0.1)
-    time.sleep(3.0)  # handshakes
+    time.sleep(3.0)  # handshakes, and observers that look for their relay again
 
 
 @contextmanager
@@ -233,8 +247,8 @@ def served(
     """Serve these ranks' observers in a few processes."""
     context = multiprocessing.get_context("spawn")
     over = context.Event()
-    shares = [records[first::SHARING] for first in range(SHARING)] if records else []
-    processes = [context.Process(target=serve, args=(share, hubs, config, over)) for share in shares]
+    shares = [[each for each in records if each[0] // TENSOR % SHARING == share] for share in range(SHARING)]
+    processes = [context.Process(target=serve, args=(share, hubs, config, over)) for share in shares if share]
     for process in processes:
         process.start()
     try:
@@ -255,22 +269,29 @@ def serve(
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    context.set(zmq.MAX_SOCKETS, 4 * len(records) + 64)
-    poller, of = zmq.Poller(), {}
+    context.set(zmq.MAX_SOCKETS, 8 * len(records) + 64)
+    poller = zmq.Poller()
     rounds: list[RoundClient] = []
     clients: list[Client] = []
+    relays: list[Relay] = []
     for rank, path in records:
-        client = Client(context, rank, TOKEN, hubs)
+        machine = range(rank - rank % TENSOR, rank - rank % TENSOR + TENSOR)
+        is_relayed = config.min_relayed_ranks == 1
+        if is_relayed and rank == machine[0]:
+            relays.append(Relay(context, TOKEN, machine, hubs, poller))
+        relay = partial(relay_endpoint, TOKEN, machine[0]) if is_relayed else None
+        client = Client(context, rank, TOKEN, hubs, relay=relay, poller=poller)
         ignore: Any = lambda *_: None  # noqa: E731
         rounds.append(RoundClient(TrainerView(path, None), client, config, ignore, ignore, ignore))
         clients.append(client)
-        for socket in client.sockets:
-            of[socket] = len(clients) - 1
-            poller.register(socket, zmq.POLLIN)
+    of = {socket: number for number, client in enumerate(clients) for socket in client.sockets}
     next_tick = [time.monotonic() + config.poll_seconds * n / len(clients) for n in range(len(clients))]
     while not over.is_set():
-        wait = max(0.0, min(next_tick) - time.monotonic())
-        called = {of[socket] for socket, _ in poller.poll(int(1000 * wait) + 1)}
+        flushes = [relay.deadline for relay in relays if relay.deadline is not None]
+        wait = max(0.0, min([*next_tick, *flushes]) - time.monotonic())
+        called = {of[socket] for socket, _ in poller.poll(int(1000 * wait) + 1) if socket in of}
+        for relay in relays:
+            relay.tick(time.monotonic())
         now = time.monotonic()
         for number in called | {n for n, at in enumerate(next_tick) if at <= now}:
             each = rounds[number]
@@ -280,15 +301,15 @@ def serve(
                     each.handle(hub, message, time.monotonic())
             each.tick(time.monotonic())
             next_tick[number] = time.monotonic() + (0.05 if each.is_announcing else config.poll_seconds)
-    for client in clients:
-        client.close()
+    for end in (*clients, *relays):
+        end.close()
     context.term()
 
 
-def measure(size: int, turns: int) -> dict[str, Any]:
+def measure(size: int, turns: int, *, relays: bool) -> dict[str, Any]:
     """One job: some hangs, and a last one without the hub."""
     print(f"{size} ranks", file=sys.stderr)
-    with a_job(size) as job:
+    with a_job(size, relays=relays) as job:
         figures = [one_hang(job, turn) for turn in range(turns)]
         row = {
             "ranks": size,
