@@ -88,8 +88,10 @@ class LargeRound:
 
     def messages(self) -> Iterator[bytes]:
         """Each rank's report, as it arrives at the hub."""
-        for rank in range(len(self.mesh)):
-            yield post_of(self._report(rank), 1)
+        return map(self.message, range(len(self.mesh)))
+
+    def message(self, rank: int) -> bytes:
+        return post_of(self._report(rank), 1)
 
     def _lines(self, rank: int) -> tuple[CommGroup, CommGroup, CommGroup]:
         first = rank - rank % TENSOR

@@ -39,7 +39,7 @@ from torchscout.observer.rounds.protocol import (
 )
 from torchscout.utils.network import read_json
 
-__all__ = ["Relay", "Routes", "relay_endpoint", "relay_ranks", "relayed_with"]
+__all__ = ["Relay", "Routes", "batches", "relay_endpoint", "relay_ranks", "relayed_with"]
 
 _RELAY = b"relay "
 """How the identity of a relay begins at a hub; its rank follows. That of an observer is its rank."""
@@ -182,7 +182,7 @@ class _Link:
             self.flush_at = now + _BATCH_SECONDS
 
     def _flush(self) -> None:
-        for batch in _batches(self._batch):
+        for batch in batches(self._batch):
             with suppress(zmq.Again):  # as for an observer: what cannot be sent now is not sent
                 self._upstream.send(batch, zmq.NOBLOCK)
         self._batch, self.flush_at = [], None
@@ -288,7 +288,7 @@ def _deliver(socket: zmq.Socket[bytes], identity: bytes, *frames: bytes) -> bool
     return True
 
 
-def _batches(messages: Iterable[tuple[int, bytes]]) -> Iterator[bytes]:
+def batches(messages: Iterable[tuple[int, bytes]]) -> Iterator[bytes]:
     """Yield as few frames as hold these messages."""
     body = b""
     for rank, message in messages:
