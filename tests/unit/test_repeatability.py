@@ -201,6 +201,21 @@ def test_a_nondeterministic_kernel_never_names_a_rank(peers: int, rate: float):
             assert found is None or found.record.scope is None, found
 
 
+@pytest.mark.parametrize("peers", [1024, 16384])
+def test_a_kernel_that_differs_on_almost_half_of_many_ranks_names_none_of_them(peers: int):
+    source, few = random.Random(0), peers // 2 - 1
+    kernel = [7] * (peers - few) + [9] * few
+    found = checked(SurfaceHistory(), lambda _: source.sample(kernel, peers))
+    assert (found.kind, found.record.ranks) == (NONDETERMINISTIC, ())
+    assert found.replays == 2, "one replay does not distinguish so many ranks from a kernel"
+
+
+def test_almost_half_of_many_ranks_that_are_wrong_in_every_replay_are_named():
+    found = checked(SurfaceHistory(), lambda _: [7] * 513 + [9] * 511)
+    assert (found.kind, len(found.record.ranks)) == (PERSISTENT, 511)
+    assert found.replays > 1
+
+
 @pytest.mark.parametrize("rate", [0.5, 0.1])
 def test_a_rank_that_is_wrong_now_and_then_is_named_in_the_end(rate: float):
     source, history = random.Random(0), SurfaceHistory()

@@ -322,19 +322,22 @@ def _of_held(first: Verdict, second: Sequence[Hashable]) -> Repeatability:
 def _log_chance(peers: int, suspects: int, differing: int) -> float:
     """The log of the probability that a kernel makes only suspects differ in a replay."""
     others = peers - suspects
-    terms = [
-        math.comb(suspects, inside) * math.comb(others, differing - inside) * BIAS**inside
-        for inside in range(min(suspects, differing) + 1)
-        if differing - inside <= others
+    logs = [
+        _log_comb(suspects, inside) + _log_comb(others, differing - inside) + inside * math.log(BIAS)
+        for inside in range(max(0, differing - others), min(suspects, differing) + 1)
     ]
-    return math.log(math.comb(suspects, differing) * BIAS**differing) - math.log(sum(terms))
+    largest = max(logs)  # hundreds of suspects have sums that are larger than any float
+    return logs[-1] - largest - math.log(sum(math.exp(each - largest) for each in logs))
 
 
 def _log_choices(peers: int, suspects: int) -> float:
     """The log of the weighted number of sets of suspects; smaller sets get more of the shared bound."""
     largest = (peers - 1) // 2
-    weight = 2.0**-suspects / (1 - 2.0**-largest)
-    return math.log(math.comb(peers, suspects)) - math.log(weight)
+    return _log_comb(peers, suspects) + suspects * math.log(2) + math.log1p(-(2.0**-largest))
+
+
+def _log_comb(number: int, chosen: int) -> float:
+    return math.lgamma(number + 1) - math.lgamma(chosen + 1) - math.lgamma(number - chosen + 1)
 
 
 def _log_assignments(evidence: Sequence[Hashable]) -> float:
