@@ -61,18 +61,22 @@ assert [each.itemsize for each in _DTYPES] == [each.size for each in _STRUCTS]
 def table_of(reports: Reports) -> RoundTable:
     """Return the table of a round."""
     posts, header = reports.in_order, reports.headers
-    rows, operations, runs, phrases = _parts(posts, header)
+    rows, operations, runs = _parts(posts, header, "rows", "operations", "runs")
     rank, flags = header["rank"].astype(np.int64), header["flags"].astype(np.int64)
     owner = np.repeat(np.arange(len(posts)), header["rows"])
     counts = rows["operations"].astype(np.int64)
     first_row = np.cumsum(header["rows"].astype(np.int64)) - header["rows"]
     lines, row_line = _lines(posts, rows, owner, first_row, runs)
-    first_phrase = np.cumsum(header["phrases"].astype(np.int64)) - header["phrases"]
     starts = np.append(0, np.cumsum(counts))
 
     def fingerprints(wanted: Ints) -> Hashes:
         of_post = owner[np.searchsorted(starts, wanted, side="right") - 1]
-        found: Hashes = phrases["fingerprint"][first_phrase[of_post] + operations["phrase"][wanted]]
+        some, which = np.unique(of_post, return_inverse=True)
+        (phrases,) = _parts([posts[each] for each in some.tolist()], header[some], "phrases")
+        counts = header["phrases"][some].astype(np.int64)
+        found: Hashes = phrases["fingerprint"][
+            (np.cumsum(counts) - counts)[which] + operations["phrase"][wanted]
+        ]
         return found
 
     published = flags & FLAGS["has_progress"] != 0
@@ -106,27 +110,25 @@ def table_of(reports: Reports) -> RoundTable:
 
 def headers_of(posts: Sequence[Post]) -> _Records:
     """Return the headers of posts."""
-    found = [_pieces(data, HEADER.size)[starts] for data, starts, _ in _chunks(posts)]
-    return np.concatenate(found).view(_HEADER) if found else np.zeros(0, _HEADER)
+    return np.frombuffer(b"".join([post.data[: HEADER.size] for post in posts]), _HEADER)
 
 
-def _parts(posts: Sequence[Post], header: _Records) -> list[_Records]:
-    """Return rows, operations, runs and phrases of all posts."""
+def _parts(posts: Sequence[Post], header: _Records, *names: str) -> list[_Records]:
+    """Return some of rows, operations, runs and phrases of all posts."""
     dtypes = {"rows": _ROW, "operations": _OPERATION, "runs": _RUN, "phrases": _PHRASE}
     lengths = {name: header[name].astype(np.int64) * dtype.itemsize for name, dtype in dtypes.items()}
     starts = {name: np.cumsum(each) - each for name, each in lengths.items()}
-    parts = {name: np.empty(int(each.sum()), np.uint8) for name, each in lengths.items()}
+    parts = {name: np.empty(int(lengths[name].sum()), np.uint8) for name in names}
     for data, first, chunk in _chunks(posts):
         begin = first + HEADER.size
-        for name, part in parts.items():
-            of_posts, to = lengths[name][chunk], starts[name][chunk]
+        for name, all_lengths in lengths.items():
+            of_posts, to = all_lengths[chunk], starts[name][chunk]
             # Few lengths are different, and the parts of one length are copied together.
-            for length in np.unique(of_posts).tolist():
-                if length:
-                    chosen = np.flatnonzero(of_posts == length)
-                    _pieces(part, length)[to[chosen]] = _pieces(data, length)[begin[chosen]]
+            for length in set(of_posts.tolist()) - {0} if name in parts else ():
+                chosen = np.flatnonzero(of_posts == length)
+                _pieces(parts[name], length)[to[chosen]] = _pieces(data, length)[begin[chosen]]
             begin = begin + of_posts
-    return [part.view(dtypes[name]) for name, part in parts.items()]
+    return [parts[name].view(dtypes[name]) for name in names]
 
 
 def _chunks(posts: Sequence[Post]) -> Iterator[tuple[npt.NDArray[np.uint8], Ints, slice]]:

@@ -130,7 +130,7 @@ def _first_gone(reports: Reports) -> list[int]:
 
 def _lost_machines(reports: Reports, mesh: Mesh) -> list[int]:
     """Return the ranks of machines from which nobody reported: trainers elsewhere ended because of that."""
-    hosts = mesh.hosts_of([rank for rank in range(len(mesh)) if rank not in reports])
+    hosts = mesh.hosts_of(sorted(set(range(len(mesh))) - reports.posts.keys()))
     silent = [host for host in hosts if reports.posts.keys().isdisjoint(mesh.ranks_on(host))]
     return sorted(rank for host in silent for rank in mesh.ranks_on(host))
 
@@ -207,7 +207,7 @@ def _shown(reports: Reports, incident: Incident) -> list[EvidenceRecord]:
     incident show them already."""
     proved = {record.progress["rank"] for record in incident.records if record.progress is not None}
     suspects = set(incident.ranks)
-    with_stack = [rank for rank, stack in sorted(reports.stacks.items()) if stack.text and rank not in proved]
+    with_stack = sorted(rank for rank, each in reports.stacks.items() if each.text and rank not in proved)
     shown = [rank for rank in with_stack if rank in suspects][:_SUSPECTS]
     shown += [rank for rank in with_stack if rank not in suspects][:_VICTIMS]
     others = (rank for post in reports.in_order if (rank := post.header.rank) not in suspects)

@@ -162,10 +162,12 @@ class Post:
     @property
     def starts(self) -> tuple[int, ...]:
         """Where rows, operations, runs, phrases, strings and the rest begin."""
-        header, starts = self.header, [HEADER.size]
-        for count, each in zip(header[10:14], (ROW, OPERATION, RUN, PHRASE), strict=True):
-            starts.append(starts[-1] + count * each.size)
-        return (*starts, starts[-1] + header.strings)
+        *_, rows, operations, runs, phrases, strings, _ = self.header
+        operations_at = HEADER.size + rows * ROW.size
+        runs_at = operations_at + operations * OPERATION.size
+        phrases_at = runs_at + runs * RUN.size
+        strings_at = phrases_at + phrases * PHRASE.size
+        return HEADER.size, operations_at, runs_at, phrases_at, strings_at, strings_at + strings
 
     @property
     def rest(self) -> Mapping[str, Any]:
@@ -283,7 +285,8 @@ def _check(post: Post, size: int) -> None:
         operations, runs, strings = operations + of_row, runs + its_runs, strings + key + name
         hashes.add(key_hash)
         counted |= issued
-    strings += sum(length for _, length in PHRASE.iter_unpack(data[phrases_at:strings_at]))
+    for _, length in PHRASE.iter_unpack(data[phrases_at:strings_at]):
+        strings += length
     found = operations, runs, strings, len(hashes)
     if found != (header.operations, header.runs, header.strings, header.rows):
         raise ValueError(f"rows and phrases do not fit the post: {header}")
@@ -294,20 +297,19 @@ def _check(post: Post, size: int) -> None:
         and max(data[operations_at + OPERATION.size - 1 : runs_at : OPERATION.size]) >= header.phrases
     ):
         raise ValueError("an operation has no phrase")
-    _check_members(post, size)
+    _check_members(data[runs_at:phrases_at], header.rows, size)
     if header.rest:
         _check_rest(post.rest, header.rank)
 
 
-def _check_members(post: Post, size: int) -> None:
-    _, _, at, end, *_ = post.starts
+def _check_members(runs: bytes, rows: int, size: int) -> None:
     members = 0
-    for first, stride, count in RUN.iter_unpack(post.data[at:end]):
+    for first, stride, count in RUN.iter_unpack(runs):
         members += count
         last = first + stride * (count - 1)
         if not (0 < count <= size and 0 <= first < size and 0 <= last < size):
             raise ValueError(f"members must be ranks below {size}, got {first} to {last}")
-    if members > size * post.header.rows:
+    if members > size * rows:
         raise ValueError(f"a line has more members than there are ranks ({size})")
 
 

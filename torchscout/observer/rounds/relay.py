@@ -302,13 +302,12 @@ def batches(messages: Iterable[tuple[int, bytes]]) -> Iterator[bytes]:
 
 
 def _messages(frame: bytes) -> Iterator[tuple[int, bytes]]:
-    body = memoryview(expanded(frame))
-    while body:
-        if len(body) < _ENTRY.size:
+    body, at = expanded(frame), 0
+    while at < len(body):
+        if at + _ENTRY.size > len(body):
             raise ValueError("a batch ends within a message")
-        rank, length = _ENTRY.unpack_from(body)
-        end = _ENTRY.size + length
-        if len(body) < end:
+        rank, length = _ENTRY.unpack_from(body, at)
+        begin, at = at + _ENTRY.size, at + _ENTRY.size + length
+        if at > len(body):
             raise ValueError("a batch ends within a message")
-        yield rank, bytes(body[_ENTRY.size : end])
-        body = body[end:]
+        yield rank, body[begin:at]
