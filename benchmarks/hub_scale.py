@@ -47,7 +47,11 @@ def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=RANKS, help="numbers of ranks")
     arguments = parser.parse_args()
-    rows = [measure(size) for size in arguments.ranks]
+    most = most_ranks()
+    for size in arguments.ranks:
+        if size > most:
+            print(f"{size} ranks: left out, the limit of descriptors allows {most}", file=sys.stderr)
+    rows = [measure(size) for size in arguments.ranks if size <= most]
     publish({**environment(), "benchmark": "hub at scale", "results": rows}, table, arguments)
 
 
@@ -84,7 +88,7 @@ def measure(size: int) -> dict[str, Any]:
 
 def run_hub(size: int, token: str, pipe: Connection) -> None:
     """What ``ObserverProcess`` does for a hub."""
-    allow_descriptors(4 * size // TENSOR + 256)
+    allow_descriptors()
     large = LargeRound(size, gone=False)
     hosts = [large.mesh.host_of(rank) for rank in range(size)]
     found: list[Any] = []
@@ -122,7 +126,7 @@ def run_hub(size: int, token: str, pipe: Connection) -> None:
 def run_relays(size: int, share: int, token: str, port: int, start: Event, pipe: Connection) -> None:
     """Answer for every machine of this share."""
     machines = range(share, size // TENSOR, SENDERS)
-    allow_descriptors(2 * len(machines) + 256)
+    allow_descriptors()
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=2)
     context.set(zmq.MAX_SOCKETS, len(machines) + 64)
     large = LargeRound(size, gone=False)
@@ -154,8 +158,8 @@ def frames_of(large: LargeRound, machine: int) -> Iterator[tuple[str, bytes]]:
     announcement = encode("announce", insistent=True, finding=None)
 
     def stack(rank: int) -> bytes:
-        text = f"rank {rank:<{STACK_CHARACTERS}}"
-        return encode("stack", round=1, stack=text, waiting=rank != large.culprit)
+        waiting = rank != large.culprit  # all of these wait in the same place
+        return encode("stack", round=1, stack=f"{waiting:<{STACK_CHARACTERS}}", waiting=waiting)
 
     messages = {"announce": lambda _: announcement, "ask": large.message, "show": stack}
     for kind, message in messages.items():
@@ -168,10 +172,15 @@ def until_connected(socket: zmq.Socket[bytes]) -> None:
         raise AssertionError("a relay is not connected after 300 s")
 
 
-def allow_descriptors(number: int) -> None:
-    """Raise the limit of this process; raises ``ValueError`` or ``OSError`` if that is not allowed."""
+def most_ranks() -> int:
+    """The largest job whose hub has enough descriptors here: three for each relay, and some of its own."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(number, most), max(number, most)))
+    return sys.maxsize if most == resource.RLIM_INFINITY else (most - 512) // 3 * TENSOR
+
+
+def allow_descriptors() -> None:
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def table(report: dict[str, Any]) -> str:

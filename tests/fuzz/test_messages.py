@@ -204,7 +204,7 @@ def batch_mutant(chance: random.Random, reports: list[RankReport], number: int) 
     entries = [(rank, post_mutant(chance, reports, rank, number)) for rank in range(RANKS)]
     entries += [(rank, protocol.encode("announce", insistent=True)) for rank in range(RANKS)]
     body = b"".join(
-        struct.pack("<II", rank, len(message)) + message for rank, message in chance.sample(entries, 4)
+        struct.pack("<III", 1, rank, len(message)) + message for rank, message in chance.sample(entries, 4)
     )
     if chance.random() < 0.3:
         body = bytes_mutant(chance, body)

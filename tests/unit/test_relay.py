@@ -7,15 +7,15 @@ import time
 import zlib
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import zmq
 
 from tests.unit.test_board import TOKEN, Board, incident, report
 from torchscout.observer.rounds.post_writer import post_of
-from torchscout.observer.rounds.protocol import Client, connect, encode
-from torchscout.observer.rounds.relay import Relay, relay_endpoint, relay_ranks, relayed_with
+from torchscout.observer.rounds.protocol import Client, Tally, connect, encode
+from torchscout.observer.rounds.relay import Relay, Routes, batches, relay_endpoint, relay_ranks, relayed_with
 
 RELAYS = {0: 0, 1: 0, 2: 0}
 
@@ -92,6 +92,15 @@ def test_a_round_asks_a_machine_once_and_reads_its_reports_together(board: Relay
     assert board.hub.tally.sent - before == 3, "each of these once for three ranks"
 
 
+def test_equal_messages_travel_once_and_none_overtakes_another_of_its_rank():
+    same, other = encode("announce", insistent=True, finding=None), encode("stack", round=1)
+    sent = [(0, same), (1, same), (2, same), (0, other), (1, same)]
+    (frame,) = batches(sent)
+    assert zlib.decompress(frame).count(same) == 2
+    routes = Routes(cast("Any", None), dict.fromkeys(range(3), 0), Tally(), lambda _: None)
+    assert list(routes.read(b"relay 0", frame)) == [((0, 1, 2), same), ((0,), other), ((1,), same)]
+
+
 def test_an_observer_that_the_relay_does_not_reach_is_not_awaited(board: RelayedBoard):
     board.join(0, 1)
     board.hold_round(0, 1)
@@ -157,14 +166,15 @@ def test_an_observer_notices_that_its_relay_is_lost_or_never_came(board: Relayed
 
 
 def entry(rank: int, message: bytes) -> bytes:
-    return struct.pack("<II", rank, len(message)) + message
+    return struct.pack("<III", 1, rank, len(message)) + message
 
 
 HOSTILE: dict[str, Callable[[], bytes]] = {
     "not compressed": lambda: b"batch",
     "cut": lambda: zlib.compress(entry(0, post_of(report(0), 1)))[:-5],
     "a message is cut": lambda: zlib.compress(entry(0, post_of(report(0), 1))[:-1]),
-    "an entry is cut": lambda: zlib.compress(b"\0\0\0"),
+    "an entry is cut": lambda: zlib.compress(entry(0, b"")[:-1]),
+    "ranks are cut": lambda: zlib.compress(struct.pack("<II", 1 << 31, 0)),
     "a rank of another machine": lambda: zlib.compress(entry(4, post_of(report(1), 1))),
     "a report of another rank": lambda: zlib.compress(entry(0, post_of(report(1), 1))),
     "too long": lambda: zlib.compress(bytes(64 << 20)),

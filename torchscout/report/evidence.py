@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -23,7 +22,6 @@ _MOST_DOTS = 64
 """Peers whose times are all drawn; among more, the outliers and quartiles are."""
 _MOST_VALUES = 40
 """Different values of one vote that are listed."""
-_ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
 
 
 def spans(ranks: Iterable[int]) -> list[list[int]]:
@@ -155,18 +153,17 @@ def _wait(
 
 
 def stacks_of(incident: Incident) -> list[dict[str, Any]]:
-    """Return the stacks of ranks, equal ones together; addresses of threads do not count."""
-    found: dict[str, tuple[str, list[int]]] = {}
+    """Return the stacks of ranks, equal ones together."""
+    found: dict[str, list[int]] = {}
     for record in incident.records:
         progress = record.progress
         if not isinstance(progress, Mapping) or not progress.get("stack"):
             continue
-        stack, rank = _plain(progress["stack"]), progress.get("rank")
-        _, ranks = found.setdefault(_ADDRESS.sub("0x", stack), (stack, []))
+        ranks, rank = found.setdefault(_plain(progress["stack"]), []), progress.get("rank")
         if type(rank) is int:
             ranks.append(rank)
     named = set(incident.ranks)
-    ordered = sorted(found.values(), key=lambda each: (named.isdisjoint(each[1]), min(each[1], default=0)))
+    ordered = sorted(found.items(), key=lambda each: (named.isdisjoint(each[1]), min(each[1], default=0)))
     return [
         {"text": text, "ranks": spans(ranks), "named": not named.isdisjoint(ranks)} for text, ranks in ordered
     ]

@@ -223,12 +223,12 @@ class Hub:
 
     def _read(self, identity: bytes, frame: bytes, now: float) -> None:
         try:
-            for rank, message in self.routes.read(identity, frame):
-                self._handle(rank, message, now)
+            for ranks, message in self.routes.read(identity, frame):
+                self._handle(ranks, message, now)
         except MISTAKES:
             self.tally.malformed += 1
 
-    def _handle(self, rank: int, frame: bytes, now: float) -> None:
+    def _handle(self, ranks: Sequence[int], frame: bytes, now: float) -> None:
         if frame == self._last[0]:  # all ranks of a job announce a hang in the same words
             self.tally.received += 1
         else:
@@ -237,9 +237,10 @@ class Hub:
         if message is None:
             return
         try:
-            if not 0 <= rank < self._size:
-                raise ValueError(f"rank {rank} of {self._size}")
-            self._act_on(rank, message, now)
+            for rank in ranks:
+                if not 0 <= rank < self._size:
+                    raise ValueError(f"rank {rank} of {self._size}")
+                self._act_on(rank, message, now)
         except MISTAKES:  # messages are data: a malformed one is dropped
             self.tally.malformed += 1
 

@@ -162,7 +162,7 @@ class Post:
     @property
     def starts(self) -> tuple[int, ...]:
         """Where rows, operations, runs, phrases, strings and the rest begin."""
-        *_, rows, operations, runs, phrases, strings, _ = self.header
+        rows, operations, runs, phrases, strings = self.header[10:15]
         operations_at = HEADER.size + rows * ROW.size
         runs_at = operations_at + operations * OPERATION.size
         phrases_at = runs_at + runs * RUN.size

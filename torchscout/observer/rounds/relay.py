@@ -6,8 +6,8 @@ first rank of each machine is its relay, and hubs are connected to relays only.
 
 To the observers of its machine, a relay looks like the hubs: it listens once for each of them, and only while
 that hub is connected. To a hub it is one connection. What its observers send within a moment travels as one
-compressed message, and what a hub sends to several of them travels once. A relay reads none of that: hubs
-decide what absence means.
+compressed message, in which equal messages are one. What a hub sends to several of them travels once. A relay
+reads none of that: hubs decide what absence means.
 
 An observer whose relay is lost connects to the hubs itself. It also connects to a hub that has not answered
 through the relay, since the relay may be stopped (``Client.go_direct``). A hub keeps in ``Routes`` how it
@@ -23,6 +23,8 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from itertools import groupby
+from operator import itemgetter
 
 import zmq
 
@@ -43,8 +45,8 @@ __all__ = ["Relay", "Routes", "batches", "relay_endpoint", "relay_ranks", "relay
 
 _RELAY = b"relay "
 """How the identity of a relay begins at a hub; its rank follows. That of an observer is its rank."""
-_ENTRY = struct.Struct("<II")
-"""Rank and length of a message in a batch."""
+_COUNT = struct.Struct("<I")
+"""How many ranks follow, or the length of a message in a batch."""
 _BATCH_SECONDS = 0.01
 """How long a message waits for others of its machine."""
 _LEAVE = 1 + KINDS.index("leave")
@@ -189,11 +191,11 @@ class _Link:
 
     def _distribute(self, front: zmq.Socket[bytes], frames: Sequence[bytes]) -> None:
         frame = b"".join(frames)
-        count = int.from_bytes(frame[:4], "little")
-        if len(frame) < 4 * (count + 1):
+        try:
+            ranks, at = _ranks(frame, 0)
+        except ValueError:
             return
-        ranks = struct.unpack_from(f"<{count}I", frame, 4)
-        message = frame[4 * (count + 1) :]
+        message = frame[at:]
         missing = [rank for rank in ranks if not _deliver(front, str(rank).encode(), message)]
         if missing:
             with suppress(zmq.Again):
@@ -236,9 +238,7 @@ class Routes:
                 behind[relay].append(rank)
         reached = set[int]()
         for relay, some in behind.items():
-            if self._send(
-                _RELAY + str(relay).encode(), struct.pack(f"<{len(some) + 1}I", len(some), *some) + message
-            ):
+            if self._send(_RELAY + str(relay).encode(), _packed(some) + message):
                 reached.update(some)
             else:
                 alone += some  # they may have noticed that it is lost
@@ -252,12 +252,12 @@ class Routes:
         """Return whether a rank that is not reached may soon be: its relay is lost, which it notices."""
         return rank in self.relays and rank not in self._direct
 
-    def read(self, identity: bytes, frame: bytes) -> Iterator[tuple[int, bytes]]:
-        """Yield the messages of a frame, each with the rank of its sender; raises one of ``MISTAKES``."""
+    def read(self, identity: bytes, frame: bytes) -> Iterator[tuple[Sequence[int], bytes]]:
+        """Yield the messages of a frame, each with the ranks of its senders; raises one of ``MISTAKES``."""
         if not identity.startswith(_RELAY):
             if (rank := int(identity)) in self.relays:
                 self._direct.add(rank)
-            yield rank, frame
+            yield (rank,), frame
             return
         relay = int(identity[len(_RELAY) :])
         if frame.startswith(b"{"):
@@ -265,11 +265,12 @@ class Routes:
             self._direct.update(missing)
             self._on_missing(missing)
             return
-        for rank, message in _messages(frame):
-            if self.relays.get(rank) != relay:
-                raise ValueError(f"the relay of rank {relay} passes on messages of rank {rank}")
-            self._direct.discard(rank)
-            yield rank, message
+        for ranks, message in _messages(frame):
+            for rank in ranks:
+                if self.relays.get(rank) != relay:
+                    raise ValueError(f"the relay of rank {relay} passes on messages of rank {rank}")
+            self._direct.difference_update(ranks)
+            yield ranks, message
 
     def _send(self, identity: bytes, *frames: bytes) -> bool:
         sent = _deliver(self._socket, identity, *frames)
@@ -289,10 +290,10 @@ def _deliver(socket: zmq.Socket[bytes], identity: bytes, *frames: bytes) -> bool
 
 
 def batches(messages: Iterable[tuple[int, bytes]]) -> Iterator[bytes]:
-    """Yield as few frames as hold these messages."""
+    """Yield as few frames as hold these messages, in their order."""
     body = b""
-    for rank, message in messages:
-        entry = _ENTRY.pack(rank, len(message)) + message
+    for message, sent in groupby(messages, itemgetter(1)):
+        entry = _packed([rank for rank, _ in sent]) + _COUNT.pack(len(message)) + message
         if body and len(body) + len(entry) > LIMIT:
             yield zlib.compress(body, 1)
             body = b""
@@ -301,13 +302,25 @@ def batches(messages: Iterable[tuple[int, bytes]]) -> Iterator[bytes]:
         yield zlib.compress(body, 1)
 
 
-def _messages(frame: bytes) -> Iterator[tuple[int, bytes]]:
+def _messages(frame: bytes) -> Iterator[tuple[Sequence[int], bytes]]:
     body, at = expanded(frame), 0
     while at < len(body):
-        if at + _ENTRY.size > len(body):
-            raise ValueError("a batch ends within a message")
-        rank, length = _ENTRY.unpack_from(body, at)
-        begin, at = at + _ENTRY.size, at + _ENTRY.size + length
+        ranks, begin = _ranks(body, at)
+        (length,) = _COUNT.unpack_from(body, begin) if begin + _COUNT.size <= len(body) else (LIMIT,)
+        begin, at = begin + _COUNT.size, begin + _COUNT.size + length
         if at > len(body):
             raise ValueError("a batch ends within a message")
-        yield rank, body[begin:at]
+        yield ranks, body[begin:at]
+
+
+def _packed(ranks: Sequence[int]) -> bytes:
+    return struct.pack(f"<{len(ranks) + 1}I", len(ranks), *ranks)
+
+
+def _ranks(frame: bytes, at: int) -> tuple[tuple[int, ...], int]:
+    """Return the ranks that are packed at this place, and where they end; raises ``ValueError``."""
+    count = int.from_bytes(frame[at : at + _COUNT.size], "little")
+    end = at + _COUNT.size * (count + 1)
+    if end > len(frame):
+        raise ValueError(f"the frame ends within its {count} ranks")
+    return struct.unpack_from(f"<{count}I", frame, at + _COUNT.size), end
