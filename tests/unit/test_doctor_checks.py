@@ -166,9 +166,14 @@ def test_clock_signal_and_limits():
     holds(
         machine_checks.stacks(Stacks(46, "signal 46 is in use here")), "warn", "ObserverConfig.stack_signal"
     )
-    holds(machine_checks.open_files(Limits(1024, None), 768), "ok", "768")
-    holds(machine_checks.open_files(Limits(1024, None), 769), "fail", "1025", "ulimit -Hn")
-    holds(machine_checks.open_files(Limits(None, None), 10**6), "ok")
+    holds(machine_checks.open_files(Limits(1024, None), JobDescription(8, 32)), "ok", "needs 1024")
+    holds(
+        machine_checks.open_files(Limits(1023, None), JobDescription(8, 32)), "fail", "256 observers", "1024"
+    )
+    relayed = JobDescription(8, 256)
+    holds(machine_checks.open_files(Limits(1024, None), relayed), "ok", "needs 1024")
+    holds(machine_checks.open_files(Limits(1023, None), relayed), "fail", "256 machines", "ulimit -Hn")
+    holds(machine_checks.open_files(Limits(None, None), JobDescription(8, 10**6)), "ok")
     holds(machine_checks.file_size(Limits(None, None), GIB), "ok")
     holds(machine_checks.file_size(Limits(None, GIB), GIB), "ok")
     holds(machine_checks.file_size(Limits(None, GIB), GIB + 1), "fail", "ulimit -f")

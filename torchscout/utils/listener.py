@@ -36,7 +36,7 @@ from dataclasses import dataclass, field
 
 from torchscout.utils.procfs import open_descriptors
 
-__all__ = ["MAGIC", "TICKET_BYTES", "Limits", "Listener"]
+__all__ = ["DESCRIPTORS_EACH", "MAGIC", "TICKET_BYTES", "Limits", "Listener"]
 
 Address = tuple[str, int]
 """Host and port."""
@@ -68,7 +68,7 @@ class Limits:
 _BEFORE_READY = 64 + 2 + 168
 _PIECE = 1 << 18
 _BACKLOG = 4096
-_DESCRIPTORS_EACH = 3
+DESCRIPTORS_EACH = 3
 """Descriptors of one connection: both of its ends here, and the ZeroMQ socket's."""
 _SPARE_DESCRIPTORS = 8
 """Descriptors that this process must have left, for files that it may open meanwhile."""
@@ -245,7 +245,7 @@ class Listener:
             left = _descriptors_left()
             if left < _SPARE_DESCRIPTORS:
                 return False
-            self._room = max(1, left // 2 // _DESCRIPTORS_EACH)
+            self._room = max(1, left // 2 // DESCRIPTORS_EACH)
             self._counted_until = now + _COUNT_SECONDS
         self._room -= 1
         return True

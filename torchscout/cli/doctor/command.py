@@ -132,7 +132,7 @@ def findings_of(facts: Facts, plan: JobDescription) -> list[Finding]:
         *_connections(facts, plan),
         machine_checks.stacks(facts.stacks),
         machine_checks.monotonic(facts.clock),
-        machine_checks.open_files(facts.limits, plan.world_size),
+        machine_checks.open_files(facts.limits, plan),
         machine_checks.file_size(facts.limits, plan.state_bytes),
         machine_checks.memory(facts.memory, plan),
         machine_checks.private([facts.records, facts.memory]),

@@ -23,6 +23,7 @@ from torchscout.cli.doctor.facts import (
 from torchscout.config import ObserverConfig
 from torchscout.errors import CheckpointError
 from torchscout.mesh import LayerKind, Mesh, PeerGroup
+from torchscout.utils.listener import DESCRIPTORS_EACH
 from torchscout.utils.text import size_in_words
 
 __all__ = [
@@ -52,7 +53,7 @@ DEFAULT_CONTAINER_MEMORY = 64 << 20
 GENERATIONS_ON_DISK = 3
 """The newest, an older one, and one that is being written."""
 HUB_FILES = 256
-"""Open files of a hub besides one connection to each observer, rounded up."""
+"""Open files of a hub besides its connections, rounded up."""
 
 
 def fits(plan: JobDescription) -> list[Finding]:
@@ -255,17 +256,21 @@ def monotonic(clock: Clock) -> Finding:
     )
 
 
-def open_files(limits: Limits, world_size: int) -> Finding:
-    needed = world_size + HUB_FILES
-    if limits.open_files is not None and limits.open_files < needed:
-        return fail(
-            "open files",
-            f"{limits.open_files} are allowed, but a hub of {world_size} observers needs {needed}",
-            f"raise the hard limit (ulimit -Hn, LimitNOFILE=, nofile in limits.conf) to {needed} or more",
-        )
+def open_files(limits: Limits, plan: JobDescription) -> Finding:
     if limits.open_files is None:
         return ok("open files", "not limited")
-    return ok("open files", f"{limits.open_files}: enough for {limits.open_files - HUB_FILES} observers")
+    if plan.world_size >= ObserverConfig().min_relayed_ranks:
+        connections, clients = plan.machines, f"the relays of {plan.machines} machines"
+    else:
+        connections, clients = plan.world_size, f"{plan.world_size} observers"
+    needed = DESCRIPTORS_EACH * connections + HUB_FILES
+    if limits.open_files < needed:
+        return fail(
+            "open files",
+            f"{limits.open_files} are allowed, but a hub with connections to {clients} needs {needed}",
+            f"raise the hard limit (ulimit -Hn, LimitNOFILE=, nofile in limits.conf) to {needed} or more",
+        )
+    return ok("open files", f"{limits.open_files}; a hub of this job needs {needed}")
 
 
 def file_size(limits: Limits, state_bytes: int | None) -> Finding:
