@@ -55,6 +55,7 @@ def test_a_hub_has_one_connection_to_each_machine_and_names_a_late_rank(tmp_path
         goes_on(job)
         statuses = [job.ask(rank, do="status") for rank in range(job.size)]
         assert [status["messages"] for status in statuses] == [0] * job.size
+        assert [connections(port) for port in job.ports[:2]] == [2, 2]
         for rank in range(job.size):
             job.order(rank, do="change", min_silence_seconds=0.6)
         until(lambda: job.ask(5, do="status")["threshold_seconds"] == 0.6, "the new threshold holds")
@@ -67,7 +68,6 @@ def test_a_hub_has_one_connection_to_each_machine_and_names_a_late_rank(tmp_path
         resolved = until(lambda: job.lines()[1:], "it is resolved")[0]
         assert isinstance(resolved, Resolved)
         assert job.ask(0, do="status")["malformed"] == 0
-        assert [connections(port) for port in job.ports[:2]] == [2, 2]
         for rank in range(job.size):
             job.order(rank, do="finish")
         until(lambda: not any(map(is_running, job.observers)), "the observers leave")

@@ -157,12 +157,12 @@ def test_a_slow_one_of_two_replicas_is_reported_as_a_pair(tmp_path: Path):
 def test_a_slowdown_of_all_ranks_has_job_scope(tmp_path: Path):
     faults = FaultPlan()
     for rank in range(3):
-        faults = slow_layers(faults, rank, "forward", range(8, 14))
+        faults = slow_layers(faults, rank, "forward", range(8, 19))
     config = ReplayConfig(interval=1, recipes=("layer",), baseline=BaselineConfig(warmup=5))
-    found = run_ranks(checked_training, 3, faults, 12, [], tmp_path, config, timeout=120)
+    found = run_ranks(checked_training, 3, faults, 18, [], tmp_path, config, timeout=120)
     ((*what, step),) = incidents_of(found)
     assert what == ["straggler", "job", ()], found[0].incidents
-    assert 10 <= step <= 12  # a busy machine may have been slow before, too
+    assert 10 <= step <= 18  # on a busy machine, ranks may differ too much for some rounds to count
 
 
 def test_a_rank_that_waits_for_a_slow_tensor_parallel_rank_is_not_named(tmp_path: Path):
