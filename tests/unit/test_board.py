@@ -343,6 +343,29 @@ def test_an_observer_that_left_is_not_asked_and_its_last_report_counts(board: Bo
     assert board.kinds(2) == []
 
 
+@pytest.mark.parametrize("in_round", [True, False], ids=["in the round", "after the round"])
+@pytest.mark.parametrize(("step", "is_over"), [(4, True), (3, False)], ids=["went on", "did not"])
+def test_an_incident_is_over_if_its_rank_goes_on_and_leaves_before_it_knows(
+    board: Board, step: int, is_over: bool, in_round: bool
+):
+    board.join(0, 1, 2)
+    board.verdict = incident(2)
+    progress = Progress(2, step, 0, Phase.FORWARD, {}, (), at_communication=False, silent_seconds=0.0)
+    last = RankReport(RankStatus(2, Process.RUNNING, progress), (LINE,))
+    board.clients[0].send(0, "announce", insistent=False)
+    board.report_all(2)
+    if in_round:
+        board.clients[2].post(0, "leave", last)
+        board.until(lambda: 2 in board.hub.left)
+    board.report_all(0, 1)
+    board.until(lambda: board.written)
+    if not in_round:
+        board.clients[2].post(0, "leave", last)
+        board.until(lambda: 2 in board.hub.left)
+    assert board.written[0] == board.verdict
+    assert [each.ranks for each in board.written[1:]] == [(2,)] * is_over
+
+
 def test_the_last_report_of_an_observer_that_leaves_during_a_round_counts(board: Board):
     board.join(0, 1)
     board.clients[0].send(0, "announce", insistent=False)

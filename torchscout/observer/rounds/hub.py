@@ -274,6 +274,7 @@ class Hub:
         self._left[rank] = post, now
         if self._round is not None:
             self._round.add(rank, post)
+        self._resolve_left(rank)
 
     def _round_of(self, number: int) -> Round:
         """Return the current round if a message belongs to it, or one that drops what is added."""
@@ -400,7 +401,13 @@ class Hub:
             incident = self._reported.traced(incident, reports)
         if incident is not None and self._reported.report(incident, reports):
             self._publish(incident)
+            for rank in self.left.intersection(incident.ranks):
+                self._resolve_left(rank)
         self.routes.send(set(range(self._size)) - self.left, self._outcome())
+
+    def _resolve_left(self, rank: int) -> None:
+        if (resolved := self._reported.left(rank, self._left[rank][0])) is not None:
+            self._publish(resolved)
 
     def _resolve(self, rank: int, message: Message) -> None:
         named_by = None if message["finding"] is None else Finding.from_json(message["finding"])

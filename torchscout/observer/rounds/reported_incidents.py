@@ -10,7 +10,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from torchscout.decision.progress import Process
 from torchscout.decision.records.record import Incident, Resolved
+from torchscout.observer.rounds.post import Post
 from torchscout.observer.rounds.rank_report import RankReport
 from torchscout.observer.rounds.reports import Reports
 from torchscout.utils.packed_lists import pack, unpack
@@ -105,7 +107,7 @@ class ReportedIncidents:
         """Make the incident the current finding; return whether it is new."""
         is_new = self.enter(Finding.of(incident, reports))
         if is_new:
-            self._last = incident
+            self._last, self._stalled_seconds = incident, Reports.of(reports).silent_seconds
         return is_new
 
     def enter(self, finding: Finding) -> bool:
@@ -150,6 +152,15 @@ class ReportedIncidents:
             sentence=finding.sentence,
             stalled_seconds=self._stalled_seconds,
         )
+
+    def left(self, rank: int, last: Post) -> Resolved | None:
+        """As ``moved``, for a rank that went on and whose observer leaves with this last report: it may have
+        left before it knew that the rank was named."""
+        finding = self.finding
+        if finding is None or not self._is_own:
+            return None
+        goes_on = last.process is Process.RUNNING and last.header.step > finding.step
+        return self.moved(rank, 0.0) if goes_on else None
 
     def _set(self, finding: Finding, *, is_own: bool) -> None:
         self.finding, self._is_own, self._job_ended = finding, is_own, finding.job_ended
