@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,6 +20,8 @@ from torchscout.utils import procfs
 GIB = 1 << 30
 NOBODY = 1 << 22
 """Above the largest process id that Linux gives out."""
+MARK = uuid.uuid4().hex
+"""Another run of these tests has another one."""
 PROGRAM = """
 import signal, sys, time
 signal.signal(signal.SIGUSR1, lambda *_: None)
@@ -30,7 +33,7 @@ time.sleep(600)
 @pytest.fixture
 def process() -> Iterator[subprocess.Popen[bytes]]:
     """It handles SIGUSR1, and carries a variable; nobody waits for it before the test ends."""
-    environment = {**os.environ, "PROCFS_TEST": "yes"}
+    environment = {**os.environ, "PROCFS_TEST": MARK}
     with subprocess.Popen(
         [sys.executable, "-c", PROGRAM], stdout=subprocess.PIPE, env=environment
     ) as started:
@@ -94,10 +97,10 @@ def test_descriptors_are_counted():
 
 
 def test_processes_are_found_by_their_environment(process: subprocess.Popen[bytes]):
-    assert list(procfs.processes_with("PROCFS_TEST=yes")) == [process.pid]
-    assert list(procfs.processes_with("PROCFS_TEST=ye")) == []
+    assert list(procfs.processes_with(f"PROCFS_TEST={MARK}")) == [process.pid]
+    assert list(procfs.processes_with(f"PROCFS_TEST={MARK[:-1]}")) == []
     process.kill()
-    until(lambda: list(procfs.processes_with("PROCFS_TEST=yes")) == [], "its memory is gone", 60)
+    until(lambda: list(procfs.processes_with(f"PROCFS_TEST={MARK}")) == [], "its memory is gone", 60)
 
 
 def test_file_systems_in_memory():
