@@ -89,6 +89,8 @@ def test_a_late_rank_is_named(tmp_path: Path, place: str):
     assert "Rank 2" in incident.sentence
     (resolved,) = resolutions(tmp_path)
     assert resolved.ranks == (2,)
+    for _, status in results:
+        assert status["observer"]["threshold_seconds"] < QUICK.silence_multiple * STALL, "not a usual step"
 
 
 @pytest.mark.parametrize(

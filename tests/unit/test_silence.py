@@ -142,6 +142,7 @@ def test_a_hang_that_ended_does_not_hide_the_next_one():
     detector = SilenceDetector(CONFIG)
     detector.round_held((7, 3), 100.0)
     assert detector.is_due(progress(6.0, step=8), steps, paused=False, now=200.0)
+    assert detector.threshold(progress(step=8), steps) == 5.0
     assert not SilenceDetector(CONFIG).is_due(progress(6.0, step=8), steps, paused=False, now=200.0)
 
 

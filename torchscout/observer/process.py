@@ -39,7 +39,7 @@ from torchscout.observer.rounds.rank_report import RankReport
 from torchscout.observer.rounds.relay import Relay, relay_endpoint, relay_ranks
 from torchscout.observer.rounds.reported_incidents import Finding
 from torchscout.observer.rounds.reports import Reports
-from torchscout.observer.silence import threshold
+from torchscout.observer.silence import SilenceDetector
 from torchscout.observer.spec import ObserverSpec, mesh_from
 from torchscout.observer.trainer import Ending, TrainerView
 from torchscout.utils.packed_lists import unpack
@@ -230,13 +230,14 @@ class ObserverProcess:
     def _status(self) -> dict[str, Any]:
         self._trainer.look(time.monotonic())
         progress, steps = self._trainer.progress, self._trainer.reader.step_seconds()
+        silence = SilenceDetector(self.config) if self._rounds is None else self._rounds.silence
         tallies = [end.tally for end in (self._hub, self._client) if end is not None]
         problem = None if self._hub is None else self._hub.problem
         if problem is None and self._rounds is not None and self._rounds.election.is_exhausted:
             problem = "no hub answered when one was last asked, and no candidate for one is left"
         return {
             "silent_seconds": progress and progress.silent_seconds,
-            "threshold_seconds": progress and threshold(self.config, progress.phase, steps),
+            "threshold_seconds": progress and silence.threshold(progress, steps),
             "rounds": 0 if self._rounds is None else self._rounds.rounds,
             "messages": sum(tally.sent + tally.received for tally in tallies),
             "malformed": sum(tally.malformed for tally in tallies),

@@ -88,9 +88,13 @@ class SilenceDetector:
             self._watching_since = now
         if progress.coordinate != self._round_at:
             self.rounds, self._round_at, self._next_round = 0, None, -math.inf
-        usual = threshold(self.config, progress.phase, self._ordinary(progress.step, step_seconds))
+        usual = self.threshold(progress, step_seconds)
         is_silent = is_pressed or self.silent_seconds(progress, now) > usual
         return is_silent and not paused and now >= self._next_round
+
+    def threshold(self, progress: Progress, step_seconds: Sequence[float]) -> float:
+        """Return the seconds of silence that are still normal for the trainer now."""
+        return threshold(self.config, progress.phase, self._ordinary(progress.step, step_seconds))
 
     def silent_seconds(self, progress: Progress, now: float) -> float:
         """Return how long the trainer has been silent while it was watched."""
