@@ -120,6 +120,17 @@ def test_an_observer_that_went_past_its_relay_is_asked_directly(board: RelayedBo
     assert sorted(reports) == [0, 1, 2]
 
 
+def test_a_relay_is_needed_until_all_observers_have_left_or_connected_themselves(board: RelayedBoard):
+    board.join(0, 1, 2)
+    board.until(lambda: board.relay.is_needed)
+    board.clients[2].go_direct(0)
+    for rank in (0, 1):
+        assert board.relay.is_needed
+        board.clients[rank].post(0, "leave", report(rank))
+        board.until(lambda rank=rank: rank in board.hub.left)
+    board.until(lambda: not board.relay.is_needed)
+
+
 def test_a_hub_waits_for_observers_whose_relay_is_lost(board: RelayedBoard):
     board.join(0, 1)
     board.clients[0].go_direct(0)

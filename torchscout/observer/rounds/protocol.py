@@ -11,7 +11,7 @@ from __future__ import annotations
 import secrets
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -177,6 +177,9 @@ class Client:
         if hub not in self._relayed:
             return False
         direct = self._connect(self._hubs[hub])
+        if self._presence is not None:
+            with suppress(zmq.Again):  # the relay need not wait for a last report to this hub
+                self._presence.send(str(hub).encode(), zmq.NOBLOCK)
         self._poller.unregister(self.sockets[hub])
         self.sockets[hub].close()
         self.sockets[hub] = direct

@@ -96,6 +96,7 @@ class Relay:
         self._ranks, self._rank, self._hubs = frozenset(ranks), min(ranks), hubs
         self._links: list[_Link] = []
         self._presence = self._listen(None)
+        poller.register(self._presence, zmq.POLLIN)
         for place in range(min(HUBS_AT_FIRST, len(hubs))):
             self.open(place)
 
@@ -117,8 +118,15 @@ class Relay:
 
     def tick(self, now: float) -> None:
         """Pass on what has arrived."""
+        while self._presence.poll(0, zmq.POLLIN):
+            self._note_direct(*self._presence.recv_multipart(zmq.NOBLOCK)[:2])
         for link in self._links:
             link.tick(now)
+
+    def _note_direct(self, identity: bytes, place: bytes) -> None:
+        """Note that an observer has a connection of its own to a hub, and will send its last report there."""
+        if identity.isdigit() and len(place) == 1 and place.isdigit() and int(place) < len(self._links):
+            self._links[int(place)].left.add(int(identity))
 
     def close(self) -> None:
         for link in self._links:
@@ -142,13 +150,14 @@ class _Link:
         self._upstream, self._ranks, self._listen_here, self._poller = upstream, ranks, listen_here, poller
         self._front: zmq.Socket[bytes] | None = None
         self._batch: list[tuple[int, bytes]] = []
-        self._left: set[int] = set()
+        self.left: set[int] = set()
+        """Ranks whose observers send nothing more to this hub, or not through this relay."""
         self.flush_at: float | None = None
         """When the present batch is sent."""
 
     @property
     def is_needed(self) -> bool:
-        return self._front is not None and (bool(self._batch) or not self._left >= self._ranks)
+        return self._front is not None and (bool(self._batch) or not self.left >= self._ranks)
 
     def tick(self, now: float) -> None:
         self._follow_hub()
@@ -178,7 +187,7 @@ class _Link:
         if not identity.isdigit() or int(identity) not in self._ranks or not message:
             return
         if message[0] == _LEAVE:
-            self._left.add(int(identity))
+            self.left.add(int(identity))
         self._batch.append((int(identity), message))
         if self.flush_at is None:
             self.flush_at = now + _BATCH_SECONDS
