@@ -33,6 +33,7 @@ from torchscout.observer.rounds.diagnosis import conclude
 from torchscout.observer.rounds.hub import Hub
 from torchscout.observer.rounds.protocol import Tally, connect, decode, encode
 from torchscout.observer.rounds.relay import batches, relay_ranks
+from torchscout.utils.listener import DESCRIPTORS_EACH
 from torchscout.utils.network import new_token
 
 RANKS = (1_024, 8_192, 32_768, 131_072)
@@ -173,9 +174,9 @@ def until_connected(socket: zmq.Socket[bytes]) -> None:
 
 
 def most_ranks() -> int:
-    """The largest job whose hub has enough descriptors here: three for each relay, and some of its own."""
+    """The largest job whose hub has enough descriptors here, with some of its own."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return sys.maxsize if most == resource.RLIM_INFINITY else (most - 512) // 3 * TENSOR
+    return sys.maxsize if most == resource.RLIM_INFINITY else (most - 512) // DESCRIPTORS_EACH * TENSOR
 
 
 def allow_descriptors() -> None:
