@@ -52,6 +52,8 @@ __all__ = [
 ]
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_LONGEST_SLEEP = 0.05
+"""Seconds. Linux may take a whole sleep for a wait for a core; see ``replay.timing``."""
 
 
 class TensorEffect(ABC):
@@ -314,7 +316,9 @@ class Sleep(ProcessEffect):
     seconds: float
 
     def happen(self) -> None:
-        time.sleep(self.seconds)
+        end = time.monotonic() + self.seconds
+        while (left := end - time.monotonic()) > 0:
+            time.sleep(min(left, _LONGEST_SLEEP))
 
 
 @dataclass(frozen=True, slots=True)

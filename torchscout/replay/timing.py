@@ -12,6 +12,10 @@ the thread computes, sleeps or waits for is counted. Such waits of PyTorch's oth
 (``torch.set_num_threads``) are not known, and none are if the system does not report them. Times of
 collectives include these waits, because the transfer goes on meanwhile.
 
+Linux 6.18 sometimes counts a sleep as such a wait: on a busy machine, one in a hundred sleeps of 100 ms was
+counted almost in full. A rank that is slow because it sleeps is then as fast as its peers in that check, and
+is reported some checks later.
+
 [Note: the host's lead] Small kernels take less time than it takes to launch them. The clock of a device that
 waits for its host shows the host's pace, and a host is often late by chance. Where it matters
 (``host_ahead``), the device is kept busy before the block begins, so that the host is up to 10 ms ahead.
