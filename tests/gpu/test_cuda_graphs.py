@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.support.compiled_jobs import Found, Way, with_and_without
-from tests.support.graphed_jobs import STEPS, WARM, Trial, train
+from tests.support.graphed_jobs import LONG, STEPS, WARM, Trial, train
 from tests.support.hangs import resolutions
 from tests.support.nccl_ranks import WATCHED
 from tests.support.ranks import RankError, run_ranks
@@ -20,14 +20,16 @@ LAYERS = ("tokens", "stack.0", "stack.1", "head")
 
 
 def trained(trial: Trial, **more):
-    return run_ranks(train, 3, trial, timeout=240, backend="nccl", **more)
+    return run_ranks(train, 3, trial, timeout=400, backend="nccl", **more)
 
 
-def test_a_healthy_job_is_silent_certified_and_bitwise_the_same(tmp_path: Path):
-    for plain, found in zip(trained(Trial()), trained(Trial(tmp_path)), strict=True):
+@pytest.mark.parametrize("steps", [STEPS, pytest.param(LONG, marks=pytest.mark.slow)])
+def test_a_healthy_job_is_silent_certified_and_bitwise_the_same(steps: int, tmp_path: Path):
+    trial = Trial(steps=steps)
+    for plain, found in zip(trained(trial), trained(replace(trial, run_dir=tmp_path)), strict=True):
         assert (found.incidents, found.failures, found.unchecked) == ([], [], {})
         assert found.bits == plain.bits
-        assert found.replay["certified"] == STEPS
+        assert found.replay["certified"] == steps
         late = {each.surface for each in found.numbers if each.step > WARM and each.status == "agree"}
         assert {f"{layer}/output" for layer in LAYERS} <= late
         assert {"stack.0/grad_input", "stack.1.up/weight.grad"} <= late

@@ -26,11 +26,13 @@ from tests.support.nccl_ranks import (
     started,
     went_on,
 )
+from tests.support.ranks import RankError, run_ranks
 from torchscout.config import ObserverConfig
 from torchscout.faults.plan import FaultPlan
 
 pytestmark = [pytest.mark.gpu, pytest.mark.nccl(3), needs("torchtitan")]
 LAYERS = ("layers.0", "layers.1")
+either = pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
 
 
 def answering(
@@ -52,21 +54,31 @@ def answering(
         yield Seen.of(train(rank, Trial(assets, **settings), folder))
 
 
+def answer(rank: int, question: tuple[dict[str, Any], Path | None], assets: Path) -> Seen:
+    return next(answering(rank, iter([question]), assets))
+
+
 @pytest.fixture(scope="module")
-def three(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NcclRanks]:
-    with started(answering, 3, tmp_path_factory.mktemp("assets")) as ranks:
+def assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("assets")
+
+
+@pytest.fixture(scope="module")
+def three(assets: Path) -> Iterator[NcclRanks]:
+    with started(answering, 3, assets) as ranks:
         yield ranks
 
 
-@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
+@pytest.mark.parametrize("steps", [STEPS, pytest.param(500, marks=pytest.mark.slow)])
+@either
 def test_a_healthy_job_is_silent_certified_and_bitwise_the_same(
-    three: NcclRanks, graphs: bool, tmp_path: Path
+    three: NcclRanks, graphs: bool, steps: int, tmp_path: Path
 ):
-    settings = {"steps": STEPS, "graphs": graphs}
-    checked = three.ask(({**settings, "replay": CHECKED, "observer": ObserverConfig()}, tmp_path))
+    settings = {"steps": steps, "graphs": graphs}
+    checked = three.ask(({**settings, "replay": CHECKED, "observer": ObserverConfig()}, tmp_path), 400)
     for seen in checked:
-        is_silent(seen, LAYERS)
-    alone = three.ask((settings, None))
+        is_silent(seen, LAYERS, steps)
+    alone = three.ask((settings, None), 400)
     assert [each.bits for each in checked] == [each.bits for each in alone]
 
 
@@ -77,7 +89,7 @@ def test_a_flipped_bit_in_what_one_rank_alone_updates_names_that_rank(three: Ncc
     assert {each.surface for each in incident.records} == {"state/owned"}
 
 
-@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
+@either
 def test_a_flipped_bit_in_what_a_layer_computes_names_its_rank(
     three: NcclRanks, graphs: bool, tmp_path: Path
 ):
@@ -92,10 +104,43 @@ def test_a_flipped_bit_in_what_a_layer_computes_names_its_rank(
     assert place in {each.surface for each in incident.records}
 
 
-def test_a_rank_that_sleeps_before_its_forward_is_named_and_training_goes_on(
-    three: NcclRanks, tmp_path: Path
-):
-    faults = FaultPlan().stall(rank=1, at=f"{LAYERS[0]}/forward", step=FAULTY_STEP, seconds=STALL)
-    results = three.ask(({"steps": STEPS, "replay": None, "observer": WATCHED, "faults": faults}, tmp_path))
+@either
+def test_a_slow_layer_names_its_rank(three: NcclRanks, graphs: bool, tmp_path: Path):
+    faults = FaultPlan()
+    for layer in LAYERS:
+        slow = range(4, STEPS + 1)
+        faults = faults.delay(rank=1, at=f"{layer}/forward", step=slow, seconds=0.3, calls=None)
+    settings = {"steps": STEPS, "graphs": graphs, "replay": EVERY_STEP, "faults": faults}
+    results = three.ask((settings, tmp_path))
+    assert [bool(each.fired) for each in results] == [False, True, False]
+    named = {(each.manifestation.value, each.ranks) for each in results[0].incidents}
+    assert named == {("straggler", (1,))}, results[0].incidents
+
+
+@either
+def test_a_rank_that_sleeps_is_named_and_training_goes_on(three: NcclRanks, graphs: bool, tmp_path: Path):
+    at = "step" if graphs else f"{LAYERS[0]}/forward"
+    faults = FaultPlan().stall(rank=1, at=at, step=FAULTY_STEP, seconds=STALL)
+    settings = {"steps": STEPS, "graphs": graphs, "replay": None, "observer": WATCHED, "faults": faults}
+    results = three.ask((settings, tmp_path))
     has_named(results, 1, "hang")
     went_on(results, tmp_path)
+
+
+@either
+def test_a_killed_job_resumes_bitwise(
+    three: NcclRanks, assets: Path, graphs: bool, alone: dict[str, str], tmp_path: Path
+):
+    settings: dict[str, Any] = {"steps": STEPS, "graphs": graphs}
+    kept = {**settings, "replay": EVERY_STEP, "directory": tmp_path / "kept"}
+    faults = FaultPlan()
+    for rank in range(3):
+        faults = faults.kill(rank=rank, at="step", step=FAULTY_STEP)
+    killed = ({**kept, "faults": faults}, tmp_path / "run")
+    with pytest.raises(RankError):
+        run_ranks(answer, 3, killed, assets, timeout=180, backend="nccl", environment=alone)
+    resumed = three.ask((kept, tmp_path / "run"))
+    for plain, seen in zip(three.ask((settings, None)), resumed, strict=True):
+        assert (seen.failures, seen.incidents) == ([], [])
+        assert 0 < seen.replay["checks"] <= STEPS - FAULTY_STEP + 3
+        assert seen.bits == plain.bits

@@ -27,8 +27,8 @@ from torchscout.faults.injector import Injector
 from torchscout.faults.plan import FaultPlan
 from torchscout.session.session import Session
 
-STEPS, WARM = 8, 2
-"""Steps, and how many of them are eager."""
+STEPS, WARM, LONG = 8, 2, 500
+"""Steps, how many of them are eager, and the steps of a long job."""
 
 
 class Graphed(Net):
@@ -59,6 +59,7 @@ class Trial:
     killed: int | None = None
     """The step in whose middle all ranks end."""
     faults: FaultPlan = field(default_factory=FaultPlan)
+    steps: int = STEPS
     warm: int = WARM
     build: Callable[[], nn.Module] = Graphed
     whole_step: bool = False
@@ -162,7 +163,7 @@ def train(rank: int, trial: Trial) -> Result:
     with Injector(trial.faults, rank, job.net, job.optimizer) as injector:
         session = job.attach()
         resumed = job.step
-        job.train(STEPS)
+        job.train(trial.steps)
         slots = [slot for of in job.optimizer.state.values() for slot in of.values()]
         states = [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if device() == "cuda" else [])]
         more = getattr(job.net, "extra_bits", list)()

@@ -85,12 +85,12 @@ def started(body: Callable[..., Iterator[Any]], size: int, *args: Any) -> Iterat
         ranks.close()
 
 
-def is_silent(seen: Seen, layers: tuple[str, ...]) -> None:
-    """Check that a healthy job of ``STEPS`` steps was checked as in ``CHECKED`` and certified to its end."""
+def is_silent(seen: Seen, layers: tuple[str, ...], steps: int = STEPS) -> None:
+    """Check that a healthy job of this many steps was checked as in ``CHECKED`` and certified to its end."""
     assert ([each.sentence for each in seen.incidents], seen.failures) == ([], [])
-    assert seen.status["step"] == STEPS
+    assert seen.status["step"] == steps
     replay = seen.status["replay"]
-    assert (replay["checks"], replay["certified"]) == (STEPS // 2, STEPS), replay
+    assert (replay["checks"], replay["certified"]) == (steps // 2, steps), replay
     assert {f"{layer}/output" for layer in layers} <= seen.agreed, (replay["not_checked"], seen.unchecked)
     assert {"optimizer/update", "state/owned"} <= seen.agreed, (replay["not_checked"], seen.unchecked)
 

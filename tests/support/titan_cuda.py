@@ -7,6 +7,7 @@ be brought to a machine on which nothing can be installed. Only what is missing 
 from __future__ import annotations
 
 import json
+import random
 import sys
 import types
 from dataclasses import dataclass
@@ -31,6 +32,9 @@ class _Texts(list):
 
     def skip(self, count: int) -> _Texts:
         return _Texts(self[count:])
+
+    def shuffle(self, seed: int) -> _Texts:
+        return _Texts(random.Random(seed).sample(self, len(self)))
 
 
 def _load(path: str, **_: Any) -> _Texts:

@@ -137,7 +137,7 @@ def make_assets(folder: Path) -> None:
     )
     tokenizer.train_from_iterator(texts, trainer)
     for each in ("tokenizer", "c4_test"):
-        (folder / each).mkdir()
+        (folder / each).mkdir(exist_ok=True)
     tokenizer.save(str(folder / "tokenizer" / "tokenizer.json"))
     settings = {
         "bos_token": special[0],
