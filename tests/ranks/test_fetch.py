@@ -18,6 +18,7 @@ from torchscout.checkpoint.replication.placement import replica_holders
 from torchscout.checkpoint.resume.fetch import fetch
 from torchscout.checkpoint.resume.plan import Listing
 from torchscout.checkpoint.resume.transfer import Links
+from torchscout.checkpoint.storage import shards
 from torchscout.checkpoint.storage.inventory import Member, Tier, inventory
 from torchscout.checkpoint.storage.shards import inspect, path_of, verify
 from torchscout.checkpoint.trust.generation import Generation
@@ -122,6 +123,32 @@ def check(answers: list[dict[str, Any]], made: dict[tuple, bytes], step: int) ->
         assert answer.get("step") == step, answer
         assert answer["value"] == made[rank, step]
     assert len({(answer["demoted"], answer["reason"]) for answer in answers}) == 1
+
+
+def read_headers(rank: int, folder: Path, hosts: str) -> tuple[dict[str, Any], set[int]]:
+    """Fetch, and return also the ranks whose shards this one has read the headers of."""
+    read: set[int] = set()
+
+    def inspected(path: Path) -> Any:
+        header = inspect(path)
+        read.add(header.identity.rank)
+        return header
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shards, "inspect", inspected)
+        return recover(rank, folder, hosts, {}), read
+
+
+def test_ranks_read_the_shards_of_others_only_if_one_is_missing(tmp_path: Path):
+    """Where all share a disk, its shards are as many as the ranks."""
+    made = furnish(tmp_path, "aaa")
+    answers = run_ranks(read_headers, 3, tmp_path, "aaa")
+    check([answer for answer, _ in answers], made, 8)
+    assert [read for _, read in answers] == [{0}, {1}, {2}]
+    for tier in TIERS:
+        place(tmp_path, "aaa", 1, 8, tier, 1).unlink()
+    answers = run_ranks(read_headers, 3, tmp_path, "aaa")
+    assert [(answer["step"], read) for answer, read in answers] == [(6, {0, 1, 2})] * 3
 
 
 def test_every_rank_loads_from_its_own_memory_when_nothing_is_wrong(tmp_path: Path):

@@ -65,7 +65,10 @@ def fetch(
     ``load`` reads and verifies a shard, as ``shards.load`` does, and raises ``CheckpointError`` if it cannot.
     Raises ``UnavailableError``, on every rank alike, if no generation is left.
     """
-    ours = _Participant(member, folders[0], links, inventory(*folders, wanted), load)
+    # Usually all ranks have their own shards of the first generation. Looking further right away would let
+    # each of them read the header of every shard on a disk that they share.
+    ours = _Participant(member, folders[0], links, inventory(*folders, wanted, member.rank), load)
+    looked_everywhere = False
     demoted: list[str] = []
 
     def report(sentences: Sequence[str]) -> None:
@@ -78,6 +81,11 @@ def fetch(
     damaged_generation: Generation | None = None
     while True:
         plan = agree(ours.listings(wanted), wanted)
+        if not looked_everywhere and plan.generation not in wanted[:1]:
+            ours.restock(inventory(*folders, wanted))
+            looked_everywhere = True
+            report(ours.gather_problems())
+            continue
         if damaged_generation not in (None, plan.generation):  # no whole copy of it is left: repair one
             report(ours.repair())
             damaged_generation = None
@@ -101,6 +109,10 @@ class _Participant(Generic[T]):
         self, member: Member, memory: Path, links: Links, stock: Inventory, load: Callable[[Path], T]
     ) -> None:
         self._member, self._memory, self._links, self._stock, self._load = member, memory, links, stock, load
+        self._damaged: dict[ShardLocation, int] = {}
+        """The shards that turned out damaged on any rank, and who read them."""
+        self._known: set[str] = set()
+        """The problems that were gathered before."""
         self._loaded: tuple[Path, T] | None = None
         self._problem: str | None = None
         """How this rank's shard is damaged, in the last attempt."""
@@ -109,13 +121,21 @@ class _Participant(Generic[T]):
         self._repairable: shards.Report | None = None
         """The last damaged shard of the generation that this rank could read itself."""
 
+    def restock(self, stock: Inventory) -> None:
+        """Replace the inventory by a larger one, without the shards that turned out damaged."""
+        self._stock = stock
+        for bad in self._damaged:
+            self._discard(bad)
+
     def gather_problems(self) -> list[str]:
-        """Return the unreadable files; ranks of one machine, or of one shared disk, find the same."""
-        gathered = self._links.exchange(list(self._stock.problems[:_MOST_PROBLEMS]))
+        """Return the new unreadable files; ranks of one machine, or of one shared disk, find the same."""
+        new = [each for each in self._stock.problems if each not in self._known]
+        gathered = self._links.exchange(new[:_MOST_PROBLEMS])
         finders: dict[str, list[int]] = {}
         for rank, found in enumerate(gathered):
             for each in found:
                 finders.setdefault(each, []).append(rank)
+        self._known.update(finders)
         return [f"a shard that {named(ranks)} found {each}" for each, ranks in finders.items()]
 
     def listings(self, wanted: Sequence[Generation]) -> list[Listing]:
@@ -165,14 +185,17 @@ class _Participant(Generic[T]):
                 continue
             source = plan.sources[rank]
             place = source.described(rank)
-            sentence = f"rank {rank}'s state at {plan.generation} in {place} is damaged: {why}"
-            damaged.append(sentence)
+            damaged.append(f"rank {rank}'s state at {plan.generation} in {place} is damaged: {why}")
             bad = ShardLocation(rank, plan.generation, source.tier, source.holder)
-            # Ranks of one machine, or of one shared disk, find the same file: each of them looks at it now.
-            for found in [each for each in self._stock.found if ShardLocation.of(each) == bad]:
-                if source.reader == self._member.rank or not shards.verify(found.path).whole:
-                    self._stock = self._stock.without(found.path, sentence)
+            self._damaged[bad] = source.reader
+            self._discard(bad)
         return damaged
+
+    def _discard(self, bad: ShardLocation) -> None:
+        # Ranks of one machine, or of one shared disk, find the same file: each of them looks at it now.
+        for found in [each for each in self._stock.found if ShardLocation.of(each) == bad]:
+            if self._damaged[bad] == self._member.rank or not shards.verify(found.path).whole:
+                self._stock = self._stock.without(found.path)
 
     def repair(self) -> list[str]:
         """Repair this generation's damaged shards where other ranks have the same bytes; see ``repair``."""

@@ -70,21 +70,26 @@ class Inventory:
     problems: tuple[str, ...] = ()
     """Files with a shard's name that are not whole shards, in words."""
 
-    def without(self, path: Path, problem: str) -> Inventory:
+    def without(self, path: Path) -> Inventory:
         """The inventory after this file turned out to be damaged."""
-        return Inventory(tuple(each for each in self.found if each.path != path), (*self.problems, problem))
+        return Inventory(tuple(each for each in self.found if each.path != path), self.problems)
 
 
-def inventory(memory: Path, disk: Path, wanted: Sequence[Generation] | None = None) -> Inventory:
-    """List both folders' shards, of the wanted generations or of all; a missing folder counts as empty."""
+def inventory(
+    memory: Path, disk: Path, wanted: Sequence[Generation] | None = None, rank: int | None = None
+) -> Inventory:
+    """List both folders' shards: of the wanted generations or of all, and of one rank's state or of every
+    rank's. A missing folder counts as empty."""
     found: list[FoundShard] = []
     problems: list[str] = []
     for tier, folder in ((Tier.MEMORY, memory), (Tier.DISK, disk)):
         for file in shard_files(folder) if folder.is_dir() else ():
+            if (wanted is not None and file.generation not in wanted) or rank not in (None, file.rank):
+                continue
             seen = _inspect(file.path, file.holder, tier)
             if isinstance(seen, str):
                 problems.append(seen)
-            elif wanted is None or seen.identity.generation in wanted:
+            else:
                 found.append(seen)
     return Inventory(tuple(found), tuple(problems))
 
