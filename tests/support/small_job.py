@@ -30,8 +30,7 @@ from torchscout.errors import ObserverError
 from torchscout.observer import stacks
 from torchscout.observer.monitor import launch
 from torchscout.observer.record.writer import ProgressWriter
-from torchscout.observer.rounds.relay import relayed_with
-from torchscout.observer.spec import ObserverSpec, describe_mesh, hub_ranks
+from torchscout.observer.spec import ObserverSpec, describe_mesh, hub_ranks, relayed_with
 from torchscout.utils.network import new_token
 
 QUICK = ObserverConfig(

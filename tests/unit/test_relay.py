@@ -15,7 +15,8 @@ import zmq
 from tests.unit.test_board import TOKEN, Board, incident, report
 from torchscout.observer.rounds.post_writer import post_of
 from torchscout.observer.rounds.protocol import Client, Tally, connect, encode
-from torchscout.observer.rounds.relay import Relay, Routes, batches, relay_endpoint, relay_ranks, relayed_with
+from torchscout.observer.rounds.relay import Relay, Routes, batches, relay_endpoint
+from torchscout.observer.spec import relay_ranks, relayed_with
 
 RELAYS = {0: 0, 1: 0, 2: 0}
 

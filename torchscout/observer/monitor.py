@@ -31,8 +31,7 @@ from torchscout.observer import stacks
 from torchscout.observer.publisher import Publisher
 from torchscout.observer.record.directory import reclaim, records_home
 from torchscout.observer.record.writer import ProgressWriter
-from torchscout.observer.rounds.relay import relayed_with
-from torchscout.observer.spec import ObserverSpec, describe_mesh, hub_ranks
+from torchscout.observer.spec import ObserverSpec, describe_mesh, hub_ranks, relayed_with
 from torchscout.utils.child_process import HOME, command
 from torchscout.utils.network import listening_address
 from torchscout.utils.private_files import is_private, make_folders, make_private_folder, open_file

@@ -36,11 +36,11 @@ from torchscout.observer.rounds.client import RoundClient
 from torchscout.observer.rounds.hub import Hub
 from torchscout.observer.rounds.protocol import HUBS_AT_FIRST, MISTAKES, Address, Client, Message
 from torchscout.observer.rounds.rank_report import RankReport
-from torchscout.observer.rounds.relay import Relay, relay_endpoint, relay_ranks
+from torchscout.observer.rounds.relay import Relay, relay_endpoint
 from torchscout.observer.rounds.reported_incidents import Finding
 from torchscout.observer.rounds.reports import Reports
 from torchscout.observer.silence import SilenceDetector
-from torchscout.observer.spec import ObserverSpec, mesh_from
+from torchscout.observer.spec import ObserverSpec, mesh_from, relay_ranks
 from torchscout.observer.trainer import Ending, TrainerView
 from torchscout.utils.packed_lists import unpack
 

@@ -1,11 +1,12 @@
-"""The configuration that a trainer sends to its observer, and which ranks host the hubs.
+"""The configuration that a trainer sends to its observer, and which ranks host hubs and
+relays.
 
 It is sent over the observer's standard input, because a list of processes must not show the job's token.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -17,7 +18,7 @@ from torchscout.decision.recovery.restart_plan import RestartPlan
 if TYPE_CHECKING:
     from torchscout.mesh import Mesh
 
-__all__ = ["ObserverSpec", "describe_mesh", "hub_ranks", "mesh_from"]
+__all__ = ["ObserverSpec", "describe_mesh", "hub_ranks", "mesh_from", "relay_ranks", "relayed_with"]
 
 _MAX_HUBS = 8
 """How many ranks may host a hub. If all of them are lost, hangs are not localized."""
@@ -107,6 +108,25 @@ def hub_ranks(hosts: Sequence[str | None]) -> tuple[int, ...]:
             seen[host] += 1
     candidates = (0, standby, *(rank for _, rank in sorted(others)))
     return tuple(dict.fromkeys(candidates))[:_MAX_HUBS]
+
+
+def relay_ranks(hosts: Sequence[str | None] | None, min_ranks: int) -> dict[int, int]:
+    """Return the rank whose observer is the relay of each rank: the first of its machine, if it has several.
+
+    There are none in a job of fewer than ``min_ranks`` ranks, or if the machines are unknown.
+    """
+    if hosts is None or None in hosts or len(hosts) < min_ranks:
+        return {}
+    machines = defaultdict[str | None, list[int]](list)
+    for rank, host in enumerate(hosts):
+        machines[host].append(rank)
+    return {rank: ranks[0] for ranks in machines.values() if len(ranks) > 1 for rank in ranks}
+
+
+def relayed_with(rank: int, hosts: Sequence[str | None] | None, min_ranks: int) -> tuple[int, ...]:
+    """Return the ranks that have the same relay as this one, itself included; none if it has no relay."""
+    relays = relay_ranks(hosts, min_ranks)
+    return tuple(other for other, relay in relays.items() if relay == relays.get(rank))
 
 
 def describe_mesh(mesh: Mesh) -> dict[str, Any]:

@@ -41,7 +41,7 @@ from torchscout.observer.rounds.protocol import (
 )
 from torchscout.utils.network import read_json
 
-__all__ = ["Relay", "Routes", "batches", "relay_endpoint", "relay_ranks", "relayed_with"]
+__all__ = ["Relay", "Routes", "batches", "relay_endpoint"]
 
 _RELAY = b"relay "
 """How the identity of a relay begins at a hub; its rank follows. That of an observer is its rank."""
@@ -53,25 +53,6 @@ _LEAVE = 1 + KINDS.index("leave")
 """How a post that is the last of its rank begins."""
 
 _Context = zmq.Context[zmq.Socket[bytes]]
-
-
-def relay_ranks(hosts: Sequence[str | None] | None, min_ranks: int) -> dict[int, int]:
-    """Return the rank whose observer is the relay of each rank: the first of its machine, if it has several.
-
-    There are none in a job of fewer than ``min_ranks`` ranks, or if the machines are unknown.
-    """
-    if hosts is None or None in hosts or len(hosts) < min_ranks:
-        return {}
-    machines = defaultdict[str | None, list[int]](list)
-    for rank, host in enumerate(hosts):
-        machines[host].append(rank)
-    return {rank: ranks[0] for ranks in machines.values() if len(ranks) > 1 for rank in ranks}
-
-
-def relayed_with(rank: int, hosts: Sequence[str | None] | None, min_ranks: int) -> tuple[int, ...]:
-    """Return the ranks that have the same relay as this one, itself included; none if it has no relay."""
-    relays = relay_ranks(hosts, min_ranks)
-    return tuple(other for other, relay in relays.items() if relay == relays.get(rank))
 
 
 def relay_endpoint(token: str, relay: int, place: int | None) -> str:

@@ -47,7 +47,6 @@ from torchscout.replay.capture.saved_calls import SavedCalls
 from torchscout.session.checkpoints.certifier import certified_step
 from torchscout.session.checkpoints.promotion import CheckCoverage, PromotionRule
 from torchscout.session.checkpoints.replication import StateReplication
-from torchscout.session.checkpoints.resharding import Resharding
 from torchscout.session.checkpoints.resumption import (
     WAYS_OUT,
     Loaded,
@@ -233,6 +232,8 @@ class CheckpointManager:
         """
         resharding, load, folders = None, self._load, (self._memory, self._disk)
         if reshard:
+            from torchscout.session.checkpoints.resharding import Resharding  # few jobs need it
+
             resharding = Resharding(self._member, folders, self._communicators, self._state, self._load)
             self._previous_run, load = resharding.previous_run() or self._previous_run, resharding.load
         if self._previous_run is None:
