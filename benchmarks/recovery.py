@@ -38,7 +38,8 @@ from torch import nn
 
 AGENTS, RANKS_EACH = 4, 2
 RANKS = AGENTS * RANKS_EACH
-STEPS, FAULTY_STEP, CULPRIT = 20, 13, 3
+STEPS, FAULTY_STEP, CULPRIT = 40, 13, 3
+"""So many steps that what an incident leads to happens before the job ends."""
 PARTS = ("rendezvous", "model", "attach", "restore", "step")
 """Of a new worker, in this order."""
 FAULTS = ("crash", "hang", "sdc")
@@ -246,7 +247,8 @@ def train(folder: Path, fault: str, silence: float) -> None:
         model,
         optimizer,
         replay=ReplayConfig(interval=1),
-        observer=ObserverConfig(min_silence_seconds=silence),
+        # A step takes 0.4 s on 2 cores, and three of them would be more than one second.
+        observer=ObserverConfig(min_silence_seconds=silence, silence_multiple=2.0),
         checkpoint=CheckpointConfig(folder / "checkpoints"),
         parallelism=Parallelism(replica=RANKS),
         run_dir=folder / "run",
@@ -265,7 +267,6 @@ def train(folder: Path, fault: str, silence: float) -> None:
         optimizer.step()
         if not (folder / f"step-{rank}").exists():
             mark("step")
-        time.sleep(0.3)  # what an incident leads to happens before the job ends
     session.close()
     dist.barrier()
     os._exit(0)  # destroy_process_group() may deadlock over Gloo
