@@ -151,7 +151,9 @@ def test_a_delay_that_happens_once_is_not_reported(tmp_path: Path):
 def test_a_slow_one_of_two_replicas_is_reported_as_a_pair(tmp_path: Path):
     faults = slow_layers(FaultPlan(), 1, "forward")
     found = run_ranks(checked_training, 2, faults, 8, [], tmp_path, timeout=120)
-    assert incidents_of(found) == [("straggler", "peer_group", (0, 1), 5)], found[0].incidents
+    ((*what, step),) = incidents_of(found)
+    assert what == ["straggler", "peer_group", (0, 1)], found[0].incidents
+    assert step in SLOW  # on a busy machine, a round before may have been slow by chance
 
 
 def test_a_slowdown_of_all_ranks_has_job_scope(tmp_path: Path):
@@ -170,7 +172,9 @@ def test_a_rank_that_waits_for_a_slow_tensor_parallel_rank_is_not_named(tmp_path
     faults = slow_layers(FaultPlan(), 4, "forward")
     found: list[Result] = run_ranks(train, layout.ranks, layout, faults, 6, tmp_path, timeout=240)
     assert found[4].fired
-    assert found[0].stragglers == [("rank", (4,), 5)], found[0].sentences
+    ((*what, step),) = found[0].stragglers
+    assert what == ["rank", (4,)], found[0].sentences
+    assert step in SLOW
     assert [each.failures for each in found] == [[]] * 6
 
 
