@@ -77,7 +77,7 @@ def test_any_name_that_a_shard_is_given_is_found_again(tmp_path: Path):
         path = path_of(tmp_path, identity, holder)
         path.parent.mkdir(parents=True)
         path.touch()
-        assert shard_files(tmp_path) == [ShardFile(path, generation, rank, size, holder, 0)]
+        assert shard_files(tmp_path) == [ShardFile(path, generation, rank, size, holder)]
         path.unlink()
         path.parent.rmdir()
 

@@ -30,16 +30,23 @@ class ShardFile:
     world_size: int
     holder: int
     """The rank that keeps this copy."""
-    size: int
-    """In bytes."""
 
     @property
     def is_replica(self) -> bool:
         return self.holder != self.rank
 
+    @property
+    def size(self) -> int:
+        """In bytes; 0 if the file has vanished. A listing does without, since every rank lists the shards of
+        all ranks if they share a disk."""
+        try:
+            return self.path.lstat().st_size
+        except FileNotFoundError:
+            return 0
+
 
 def shard_files(folder: Path | str) -> list[ShardFile]:
-    """All shards in a folder, oldest generation first; files that vanish meanwhile are left out."""
+    """All shards in a folder, oldest generation first."""
     try:
         entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
     except OSError as error:
@@ -76,9 +83,4 @@ def _inside(folder: Path, generation: Generation) -> Iterator[ShardFile]:
     for entry in entries:
         if (match := _FILE.fullmatch(entry.name)) is None:
             continue
-        try:
-            size = entry.stat(follow_symlinks=False).st_size
-        except FileNotFoundError:
-            continue
-        rank, world_size, holder = map(int, match.groups())
-        yield ShardFile(Path(entry.path), generation, rank, world_size, holder, size)
+        yield ShardFile(Path(entry.path), generation, *map(int, match.groups()))
