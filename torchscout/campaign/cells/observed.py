@@ -177,9 +177,9 @@ def _observers_in(run_dir: Path) -> Path:
 
 
 _START_SECONDS = 90.0
-"""The time in which CUDA ranks must be ready to train."""
+"""The time in which ranks must be ready to train."""
 _SECONDS = 40.0
-"""The time limit of a cell; on CUDA from when its ranks are ready."""
+"""The time limit of a cell, from when its ranks are ready."""
 _SETTLE_SECONDS = 1.0
 """How long to wait for further incidents after the first one, in a job that cannot continue."""
 _EXIT_SECONDS = 5.0
@@ -247,7 +247,8 @@ def observe(
 
 
 def _started(cell: Cell, run_dir: Path, body: Callable[..., Iterator[ObservedRankResult]]) -> LiveRanks:
-    """Start the ranks; on CUDA, wait until they are ready."""
+    """Start the ranks and wait until they are ready. A busy CUDA device refuses new processes; the caller
+    tries again then."""
     shutil.rmtree(run_dir, ignore_errors=True)  # left by an interrupted run
     for each in (firings_of(run_dir), _observers_in(run_dir)):
         each.mkdir(parents=True)
@@ -256,8 +257,7 @@ def _started(cell: Cell, run_dir: Path, body: Callable[..., Iterator[ObservedRan
         ranks = LiveRanks(body, layout.ranks, layout, faults, run_dir, backend=layout.backend)
         undo.callback(ranks.close, timeout_seconds=0.0)
         undo.callback(_end_observers, run_dir)  # first: they would report that their trainers are killed
-        if layout.device == "cuda":  # a busy device refuses new processes, and the start is retried
-            ranks.ask(READY, timeout=_START_SECONDS)
+        ranks.ask(READY, timeout=_START_SECONDS)
         undo.pop_all()
     return ranks
 
