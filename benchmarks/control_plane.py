@@ -51,8 +51,8 @@ from torchscout.observer.monitor import ObserverHandle, launch
 from torchscout.observer.record.writer import ProgressWriter
 from torchscout.observer.rounds.client import RoundClient
 from torchscout.observer.rounds.protocol import Client
-from torchscout.observer.rounds.relay import Relay, relay_endpoint, relayed_with
-from torchscout.observer.spec import ObserverSpec, describe_mesh, hub_ranks
+from torchscout.observer.rounds.relay import Relay, relay_endpoint
+from torchscout.observer.spec import ObserverSpec, describe_mesh, hub_ranks, relayed_with
 from torchscout.observer.trainer import TrainerView
 
 SIZES = (64, 256, 512, 1_024)

@@ -32,7 +32,8 @@ from torchscout.config import ObserverConfig
 from torchscout.observer.rounds.diagnosis import conclude
 from torchscout.observer.rounds.hub import Hub
 from torchscout.observer.rounds.protocol import Tally, connect, decode, encode
-from torchscout.observer.rounds.relay import batches, relay_ranks
+from torchscout.observer.rounds.relay import batches
+from torchscout.observer.spec import relay_ranks
 from torchscout.utils.listener import DESCRIPTORS_EACH
 from torchscout.utils.network import new_token
 

@@ -1,10 +1,12 @@
-"""The layout is a promise; these tests keep it. They read the syntax tree and run nothing."""
+"""The layout is a promise; these tests keep it. They read the syntax tree."""
 
 from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
 from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -295,3 +297,15 @@ def test_the_rule_against_broad_excepts_can_fail(source: str, broad: bool):
 )
 def test_floors_are_told_apart(dotted: str, floor: str):
     assert floor_of(dotted) == floor
+
+
+@pytest.mark.parametrize(
+    "path", sorted((PACKAGE.parent / "benchmarks").glob("*.py")), ids=lambda path: path.stem
+)
+def test_what_a_benchmark_imports_exists(path: Path):
+    """No other test runs most of them."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torchscout."):
+            module = import_module(str(node.module))
+            for name in node.names:
+                assert hasattr(module, name.name) or find_spec(f"{node.module}.{name.name}"), name.name

@@ -223,7 +223,7 @@ MORE_LATE = {
 @pytest.mark.parametrize(("plan", "layer"), each_of(LATE) + each_of(MORE_LATE, slow))
 def test_a_late_rank_is_named(four: LiveRanks, plan: Plan, layer: str, tmp_path: Path):
     stalled = FaultPlan().stall(rank=2, at=f"{layer}/forward", step=4, seconds=60.0)
-    faults = released(stalled, tmp_path / "incidents.jsonl")  # at once, where the machine is not busy
+    faults = released(stalled, tmp_path / "incidents.jsonl")  # it ends when the hang is reported
     observer = replace(QUICK, silence_multiple=1.0)  # on a busy machine the first step takes seconds
     found = four.ask(replace(plan, replay=None, observer=observer, faults=faults, run_dir=tmp_path), 120)
     assert [each.fired for each in found] == [0, 0, 1, 0]

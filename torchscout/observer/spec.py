@@ -1,5 +1,4 @@
-"""The configuration that a trainer sends to its observer, and which ranks host hubs and
-relays.
+"""The configuration that a trainer sends to its observer, and which ranks host hubs and relays.
 
 It is sent over the observer's standard input, because a list of processes must not show the job's token.
 """
