@@ -68,6 +68,21 @@ def test_shards_are_found_by_generation_owner_and_holder(full: Path):
     assert all(each.size == each.path.stat().st_size and each.world_size == 2 for each in found)
 
 
+def test_only_what_is_asked_for_is_listed(full: Path, monkeypatch: pytest.MonkeyPatch):
+    """On a disk that all ranks share, each rank would otherwise read the names of all ranks' shards."""
+    read: list[str] = []
+    scandir = os.scandir
+    monkeypatch.setattr(os, "scandir", lambda path: (read.append(Path(path).name), scandir(path))[1])
+    found = shard_files(full, {Generation(12), Generation(7)}.__contains__, holder=1)
+    assert [(each.generation, each.rank, each.holder) for each in found] == [
+        (Generation(12), 0, 1),
+        (Generation(12), 1, 1),
+    ]
+    assert read == [full.name, "step-0000000012.lineage-0"]
+    assert [(each.rank, each.holder) for each in shard_files(full, owner=0)] == [(0, 0), (0, 1)] * 4
+    assert shard_files(full, owner=0, holder=11) == []
+
+
 def test_any_name_that_a_shard_is_given_is_found_again(tmp_path: Path):
     chance = random.Random(3)
     for _ in range(50):

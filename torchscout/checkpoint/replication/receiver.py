@@ -96,11 +96,10 @@ class ReplicaReceiver:
 
         One file for each rank is kept for its next copy: the budget has room for one that arrives.
         """
-        found = shard_files(self._memory) if self._memory.is_dir() else []
-        for each in found:
-            if each.generation not in generations or each.holder != self._rank or not each.is_replica:
-                continue
-            if owner not in (None, each.rank):
+        if not self._memory.is_dir():
+            return
+        for each in shard_files(self._memory, generations.__contains__, owner=owner, holder=self._rank):
+            if not each.is_replica:
                 continue
             if each.rank not in self._spares and all(other.rank != each.rank for other in self.arriving):
                 with suppress(OSError):  # somebody reads it, or it is gone
@@ -226,7 +225,7 @@ class ReplicaReceiver:
 
 def held_for(memory: Path, owner: int, holder: int) -> frozenset[Generation]:
     """The generations of which ``holder`` has a copy of this rank's state; only headers are checked."""
-    copies = [each.path for each in shard_files(memory) if (each.rank, each.holder) == (owner, holder)]
+    copies = [each.path for each in shard_files(memory, owner=owner, holder=holder)]
     return frozenset(each for each in map(_generation_in, copies) if each is not None)
 
 

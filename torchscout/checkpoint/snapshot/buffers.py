@@ -244,10 +244,11 @@ class BufferPool:
 
     def _left_sealed(self) -> list[SnapshotBuffer]:
         """Sealed buffers of an earlier process, damaged ones first, so that they are reused first."""
+        if not self._folder.is_dir():
+            return []
         found = [
             SnapshotBuffer(each.path, _generation(each.path))
-            for each in (shard_files(self._folder) if self._folder.is_dir() else ())
-            if each.rank == each.holder == self._rank
+            for each in shard_files(self._folder, owner=self._rank, holder=self._rank)
         ]
         return sorted(found, key=lambda buffer: (buffer.generation or _DAMAGED)[::-1])
 

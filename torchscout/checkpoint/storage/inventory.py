@@ -83,9 +83,9 @@ def inventory(
     found: list[FoundShard] = []
     problems: list[str] = []
     for tier, folder in ((Tier.MEMORY, memory), (Tier.DISK, disk)):
-        for file in shard_files(folder) if folder.is_dir() else ():
-            if (wanted is not None and file.generation not in wanted) or rank not in (None, file.rank):
-                continue
+        if not folder.is_dir():
+            continue
+        for file in shard_files(folder, lambda each: wanted is None or each in wanted, owner=rank):
             seen = _inspect(file.path, file.holder, tier)
             if isinstance(seen, str):
                 problems.append(seen)

@@ -32,11 +32,7 @@ def retire(folder: Path | str, generations: Iterable[Generation], rank: int | No
     unwanted = frozenset(generations)
     if not Path(folder).is_dir():
         return []
-    return remove(
-        each
-        for each in shard_files(folder)
-        if each.generation in unwanted and (rank is None or each.holder == rank)
-    )
+    return remove(shard_files(folder, unwanted.__contains__, holder=rank))
 
 
 def remove(unwanted: Iterable[ShardFile]) -> list[Path]:

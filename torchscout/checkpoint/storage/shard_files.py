@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +16,6 @@ __all__ = ["ShardFile", "files_under", "shard_files"]
 # The exact inverse of ``shards.path_of``: other spellings of a number do not match.
 _NUMBER = r"(0|[1-9]\d{0,17})"
 _FOLDER = re.compile(rf"step-0*{_NUMBER}\.lineage-{_NUMBER}")
-_FILE = re.compile(rf"rank-{_NUMBER}-of-{_NUMBER}\.held-by-{_NUMBER}\.shard")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,17 +44,33 @@ class ShardFile:
             return 0
 
 
-def shard_files(folder: Path | str) -> list[ShardFile]:
-    """All shards in a folder, oldest generation first."""
+# [Note: listing no more than is needed]
+#
+# If all ranks share a disk, a generation has as many files as the job has ranks, and every rank deletes its
+# own. With 16,384 ranks and four generations, listing all of them took a trainer 0.8 s of Python at every
+# checkpoint. So generations that are not wanted are not read, and other ranks' files are only skipped.
+
+
+def shard_files(
+    folder: Path | str,
+    wanted: Callable[[Generation], bool] = lambda _: True,
+    *,
+    owner: int | None = None,
+    holder: int | None = None,
+) -> list[ShardFile]:
+    """The shards in a folder, oldest generation first: of the wanted generations, or of all; of one rank's
+    state, kept by one rank, or of every rank."""
     try:
         entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
     except OSError as error:
         raise CheckpointError(f"cannot read {folder}: {error.strerror}") from error
+    name = re.compile(rf"rank-{_number(owner)}-of-{_NUMBER}\.held-by-{_number(holder)}\.shard")
     found = [
         file
         for entry in entries
-        if entry.is_dir(follow_symlinks=False) and (generation := _generation(entry.name))
-        for file in _inside(Path(entry.path), generation)
+        if (generation := _generation(entry.name)) and wanted(generation)
+        if entry.is_dir(follow_symlinks=False)
+        for file in _inside(Path(entry.path), generation, name)
     ]
     return sorted(found, key=lambda each: (each.generation, each.rank, each.holder, each.path))
 
@@ -73,7 +88,11 @@ def _generation(name: str) -> Generation | None:
     return Generation(int(match[1]), int(match[2]))
 
 
-def _inside(folder: Path, generation: Generation) -> Iterator[ShardFile]:
+def _number(number: int | None) -> str:
+    return _NUMBER if number is None else f"({number})"
+
+
+def _inside(folder: Path, generation: Generation, name: re.Pattern[str]) -> Iterator[ShardFile]:
     try:
         entries = list(os.scandir(folder))
     except FileNotFoundError:
@@ -81,6 +100,5 @@ def _inside(folder: Path, generation: Generation) -> Iterator[ShardFile]:
     except OSError as error:
         raise CheckpointError(f"cannot read {folder}: {error.strerror}") from error
     for entry in entries:
-        if (match := _FILE.fullmatch(entry.name)) is None:
-            continue
-        yield ShardFile(Path(entry.path), generation, *map(int, match.groups()))
+        if (match := name.fullmatch(entry.name)) is not None:
+            yield ShardFile(Path(entry.path), generation, *map(int, match.groups()))

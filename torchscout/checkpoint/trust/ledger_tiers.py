@@ -124,18 +124,16 @@ class LedgerKeeper:
         """Delete generations of earlier lineages that no ledger names; a killed run may have left them."""
         for tier, folder in ((Tier.MEMORY, self._memory), (Tier.DISK, self._disk)):
             needed = gate.held | self._tiers.named(tier)
-            retention.remove(
-                each
-                for each in self._own(folder)
-                if each.generation.lineage < gate.lineage and each.generation not in needed
-            )
+            earlier = self._own(folder, lambda each: each.lineage < gate.lineage)
+            retention.remove(each for each in earlier if each.generation not in needed)
 
     def free(self, gate: CheckpointGate) -> None:
         """After the job, delete from memory what is also in files, if the ledger on disk is current."""
         if self._tiers.last(Tier.DISK) != gate:
             return
-        on_disk = {each.path.relative_to(self._disk) for each in self._own(self._disk)}
         held = self._own(self._memory)
+        kept = {each.generation for each in held}
+        on_disk = {each.path.relative_to(self._disk) for each in self._own(self._disk, kept.__contains__)}
         unneeded = [
             each
             for each in held
@@ -145,10 +143,10 @@ class LedgerKeeper:
         if len(unneeded) == len(held):
             ledger.remove(self._memory, self._member.rank)
 
-    def _own(self, folder: Path) -> list[ShardFile]:
+    def _own(self, folder: Path, wanted: Callable[[Generation], bool] = lambda _: True) -> list[ShardFile]:
         """The shards that this rank keeps in a folder: its own and copies of other ranks'."""
-        whose = (self._member.rank, self._member.world_size)
-        return [each for each in shard_files(folder) if (each.holder, each.world_size) == whose]
+        found = shard_files(folder, wanted, holder=self._member.rank)
+        return [each for each in found if each.world_size == self._member.world_size]
 
     def _delete_from_memory(self) -> None:
         free = self._tiers.deletable(Tier.MEMORY)
