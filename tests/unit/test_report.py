@@ -30,9 +30,10 @@ from torchscout.decision.records.record import (
 from torchscout.decision.records.recorder import JsonlRecorder
 from torchscout.observer.record.directory import End, RankEntry
 from torchscout.report.document import document_of
-from torchscout.report.evidence import spans, stacks_of, waits_of
+from torchscout.report.evidence import stacks_of, waits_of
 from torchscout.report.page import embedded, page
 from torchscout.report.reading import read_run
+from torchscout.utils.text import spans
 
 PEERS = (0, 1, 2, 3)
 

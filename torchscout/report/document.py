@@ -13,13 +13,12 @@ from torchscout.report.evidence import (
     is_shown_apart,
     record_of,
     records_of,
-    spans,
     stacks_of,
     strip,
     waits_of,
 )
 from torchscout.report.reading import Reported, Run
-from torchscout.utils.text import named
+from torchscout.utils.text import named, spans
 
 __all__ = ["SCHEMA", "document_of"]
 

@@ -12,8 +12,9 @@ from torchscout.config import KAPPA
 from torchscout.decision.consensus.rules import robust_scale
 from torchscout.decision.records.record import EvidenceRecord, Incident, Manifestation
 from torchscout.report.comparisons import Round, Series
+from torchscout.utils.text import spans
 
-__all__ = ["is_shown_apart", "record_of", "records_of", "spans", "stacks_of", "strip", "waits_of"]
+__all__ = ["is_shown_apart", "record_of", "records_of", "stacks_of", "strip", "waits_of"]
 
 _COUNTED = ("issued", "entered")
 """First parts of surfaces that count the operations of a process group."""
@@ -22,17 +23,6 @@ _MOST_DOTS = 64
 """Peers whose times are all drawn; among more, the outliers and quartiles are."""
 _MOST_VALUES = 40
 """Different values of one vote that are listed."""
-
-
-def spans(ranks: Iterable[int]) -> list[list[int]]:
-    """Return ranks as ascending pairs of first and last: ``[[0, 3], [7, 7]]``."""
-    found: list[list[int]] = []
-    for rank in sorted(set(ranks)):
-        if found and rank == found[-1][1] + 1:
-            found[-1][1] = rank
-        else:
-            found.append([rank, rank])
-    return found
 
 
 def record_of(record: EvidenceRecord) -> dict[str, Any]:

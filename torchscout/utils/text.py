@@ -19,6 +19,7 @@ __all__ = [
     "ranks_in_words",
     "sentences",
     "size_in_words",
+    "spans",
     "visible",
     "wrapped",
 ]
@@ -50,16 +51,21 @@ def counted(number: int, what: str) -> str:
     return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
+def spans(ranks: Iterable[int]) -> list[list[int]]:
+    """Return ranks as ascending pairs of first and last: ``[[0, 3], [7, 7]]``."""
+    found: list[list[int]] = []
+    for rank in sorted(set(ranks)):
+        if found and rank == found[-1][1] + 1:
+            found[-1][1] = rank
+        else:
+            found.append([rank, rank])
+    return found
+
+
 def numbers_in_words(numbers: Sequence[int]) -> str:
     """``0-3, 5 and 7``: however many ranks there are."""
-    spans: list[list[int]] = []
-    for number in sorted(set(numbers)):
-        if spans and spans[-1][-1] == number - 1:
-            spans[-1][1:] = [number]
-        else:
-            spans.append([number])
     words: list[str] = []
-    for first, last in ((span[0], span[-1]) for span in spans):
+    for first, last in spans(numbers):
         words += [f"{first}-{last}"] if last - first > 1 else map(str, range(first, last + 1))
     return listed(words, most=len(words))
 

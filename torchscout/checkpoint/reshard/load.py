@@ -7,7 +7,7 @@ and verifies them. What only other machines have is sent over the job's process 
 from __future__ import annotations
 
 import base64
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from torchscout.checkpoint.storage.inventory import FoundShard, Member, Tier, in
 from torchscout.checkpoint.storage.shard_format import Entry, Header, digest, parse
 from torchscout.checkpoint.trust.generation import Generation
 from torchscout.errors import CheckpointError, DamagedError
+from torchscout.utils.text import spans
 
 __all__ = ["Layout", "Resharded", "layouts_of", "reshard"]
 
@@ -35,14 +36,16 @@ class Layout:
 
     mesh: str
     world_size: int
-    readers: tuple[tuple[int, ...], ...]
-    """For each rank of then, the ranks of now that find its shard."""
+    readers: tuple[int | None, ...]
+    """For each rank of then, the first rank of now that finds its shard; None if no rank does."""
+    known: frozenset[int]
+    """Ranks of then whose shards all ranks of now find."""
     in_files: bool
     """Whether a disk holds every shard."""
 
     @property
     def missing(self) -> list[int]:
-        return [rank for rank, readers in enumerate(self.readers) if not readers]
+        return [rank for rank, reader in enumerate(self.readers) if reader is None]
 
     def __str__(self) -> str:
         return f"{self.world_size} ranks, {self.mesh}"
@@ -63,24 +66,39 @@ def layouts_of(
 ) -> tuple[list[Layout], list[FoundShard]]:
     """The layouts in which any rank finds shards of this generation, and this rank's own findings."""
     stock = [each for each in inventory(*folders, [generation]).found if each.identity.job == member.job]
-    rows = [
-        [each.identity.mesh, each.identity.world_size, each.identity.rank, each.tier is Tier.DISK]
-        for each in stock
+    own: dict[tuple[str, int, bool], list[int]] = {}
+    for each in stock:
+        group = (each.identity.mesh, each.identity.world_size, each.tier is Tier.DISK)
+        own.setdefault(group, []).append(each.identity.rank)
+    gathered = links.exchange([[*group, spans(ranks)] for group, ranks in own.items()])
+    # Ranks that share a disk find the same, and there may be thousands of them.
+    finders: dict[tuple[str, int, bool, int, int], list[int]] = {}
+    for rank, rows in enumerate(gathered):
+        for mesh, size, is_file, found in rows:
+            for first, last in found:
+                finders.setdefault((mesh, size, is_file, first, last), []).append(rank)
+    layouts = [
+        _layout(mesh, size, finders, len(gathered))
+        for mesh, size in sorted({(mesh, size) for mesh, size, *_ in finders})
     ]
-    gathered = links.exchange(rows)
-    sizes = sorted({(mesh, size) for found in gathered for mesh, size, _, _ in found})
-    layouts = []
-    for mesh, size in sizes:
-        own = [
-            [(rank, is_file) for m, s, rank, is_file in found if (m, s) == (mesh, size)] for found in gathered
-        ]
-        readers = tuple(
-            tuple(me for me, found in enumerate(own) if any(rank == each for each, _ in found))
-            for rank in range(size)
-        )
-        in_files = {rank for found in own for rank, is_file in found if is_file} == {*range(size)}
-        layouts.append(Layout(mesh, size, readers, in_files))
     return layouts, stock
+
+
+def _layout(
+    mesh: str, size: int, finders: Mapping[tuple[str, int, bool, int, int], Sequence[int]], everybody: int
+) -> Layout:
+    readers: dict[int, int] = {}
+    known: set[int] = set()
+    in_files: set[int] = set()
+    for (*layout, is_file, first, last), found in finders.items():
+        if layout != [mesh, size]:
+            continue
+        ranks = range(first, last + 1)
+        readers |= {rank: min(found[0], readers.get(rank, found[0])) for rank in ranks}
+        known.update(ranks if len(found) == everybody else ())
+        in_files.update(ranks if is_file else ())
+    first_readers = tuple(readers.get(rank) for rank in range(size))
+    return Layout(mesh, size, first_readers, frozenset(known), in_files == {*range(size)})
 
 
 def reshard(
@@ -129,10 +147,9 @@ def _problems(links: Links, problem: str | None) -> tuple[str, ...]:
 def _headers(layout: Layout, files: dict[int, list[Path]], me: int, links: Links) -> list[Header | str]:
     """The headers of all shards, or why one cannot be read. Its first reader sends it to all ranks, unless
     they all find the shard."""
-    everybody = len(links.exchange(None))
     sent: dict[str, Any] = {}
-    for rank, readers in enumerate(layout.readers):
-        if readers[0] == me and len(readers) < everybody:
+    for rank, reader in enumerate(layout.readers):
+        if reader == me and rank not in layout.known:
             try:
                 path = files[rank][0]
                 header = shards.inspect(path)
@@ -185,7 +202,8 @@ class _Reader:
         wanted = links.exchange([[rank, name] for rank, name in self._wanted])
         for needy, keys in enumerate(wanted):
             for rank, name in keys:
-                source, header = layout.readers[rank][0], headers[rank]
+                source, header = layout.readers[rank], headers[rank]
+                assert source is not None, "the layout is complete"
                 assert isinstance(header, Header), "planning has refused it otherwise"
                 if source == me:
                     entry = next(each for each in header.entries if each.name == name)

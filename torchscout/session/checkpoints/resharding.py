@@ -13,6 +13,7 @@ from torchscout.checkpoint.resume.plan import RestorePlan
 from torchscout.checkpoint.resume.transfer import Links
 from torchscout.checkpoint.state.training_state import StateParts
 from torchscout.checkpoint.storage.inventory import FoundShard, Member
+from torchscout.checkpoint.trust import ledger
 from torchscout.checkpoint.trust.generation import Generation
 from torchscout.communicators import Communicators
 from torchscout.errors import CheckpointError, UnavailableError
@@ -20,13 +21,13 @@ from torchscout.log import log
 from torchscout.session.checkpoints.resumption import (
     Load,
     PreviousRun,
+    RankRemains,
     Resumption,
-    previous_of_any_size,
     restore_together,
 )
-from torchscout.utils.text import listed
+from torchscout.utils.text import listed, spans
 
-__all__ = ["Resharding"]
+__all__ = ["Resharding", "previous_of_any_size"]
 
 
 class Resharding:
@@ -109,6 +110,83 @@ class Resharding:
         plan = RestorePlan(generation, (), (), layout.in_files)
         demoted = tuple(each for found in self._links.exchange(list(taken.notes)) for each in found)
         return Fetched(plan, None, None, tuple(dict.fromkeys(demoted))), ""
+
+
+def previous_of_any_size(
+    folders: Sequence[Path], member: Member, exchange: Callable[[Any], list[Any]]
+) -> PreviousRun | None:
+    """The last run of this job with any number of ranks; None if there is no ledger of it. Call it on every
+    rank: all ledgers that any rank finds count."""
+    rows = []
+    for rank in _ledgers_to_read(folders, member.rank, exchange):
+        if (size := _newest_size(folders, rank, member.job)) is not None:
+            found = RankRemains.found(folders, replace(member, rank=rank, world_size=size))
+            rows.append([rank, size, found.to_json()])
+    remains: dict[tuple[int, int], list[RankRemains]] = {}
+    for rank, size, document in (row for each in exchange(rows) for row in each):
+        remains.setdefault((rank, size), []).append(RankRemains.from_json(document))
+    lineages = {
+        (each.gate.lineage, size)
+        for (_, size), found in remains.items()
+        for each in found
+        if each.gate is not None
+    }
+    if not lineages:
+        return None
+    _, last = max(lineages)
+    return PreviousRun.of([_merged(remains.get((rank, last), [])) for rank in range(last)])
+
+
+def _ledgers_to_read(folders: Sequence[Path], me: int, exchange: Callable[[Any], list[Any]]) -> list[int]:
+    """The ranks whose ledgers this rank reads. Ranks that find the same folder read a part of it each:
+    otherwise every rank of a job that shares a disk would read, and send to all others, every ledger."""
+    shown = [_shown(folder, me) for folder in folders]
+    gathered = exchange(shown)
+    chosen: set[int] = set()
+    for each in shown:
+        finders = [rank for rank, found in enumerate(gathered) if each in found]
+        ranks = [rank for first, last in each[-1] for rank in range(first, last + 1)]
+        chosen.update(ranks[finders.index(me) :: len(finders)])
+    return sorted(chosen)
+
+
+def _shown(folder: Path, me: int) -> list[Any]:
+    """The ledgers in a folder, different for folders of two machines. The first and the last ledger are
+    identified by inode and time, since a job whose ranks change places leaves the same names everywhere."""
+    ranks = ledger.ranks_in(folder) if folder.is_dir() else []
+    try:
+        files = [ledger.path_of(folder, rank).stat() for rank in ranks[:1] + ranks[-1:]]
+        marks = [[each.st_ino, each.st_mtime_ns] for each in files]
+    except OSError:  # only the previous one is there: share the folder with no other rank
+        marks = [[me, -1]]
+    return [marks, spans(ranks)]
+
+
+def _newest_size(folders: Sequence[Path], rank: int, job: str) -> int | None:
+    """The number of ranks of the job, as the newest of this rank's ledgers has it; None without a ledger."""
+    sizes: list[tuple[int, int, int]] = []
+    for folder in folders:
+        try:
+            found = ledger.inspect(folder, rank)
+        except CheckpointError:
+            continue
+        if found is not None and found.job == job:
+            sizes.append((found.gate.lineage, found.gate.step, found.world_size))
+    return max(sizes)[-1] if sizes else None
+
+
+def _merged(found: Sequence[RankRemains]) -> RankRemains:
+    """What several ranks have found of one rank of the last run."""
+    gates = [each.gate for each in found if each.gate is not None]
+    newest = ledger.newest(gates) if gates else None
+    alike = [each for each in found if newest and each.gate and each.gate.pending == newest.pending]
+    return RankRemains(
+        newest,
+        tuple(problem for each in found for problem in each.problems),
+        max((each.shards for each in found), default=0),
+        tuple({span for each in alike for span in each.pending}),
+        max((each.lineage for each in found), default=0),
+    )
 
 
 def _incomplete(layouts: Sequence[Layout]) -> str:

@@ -8,7 +8,7 @@ before all of this has succeeded: a job that is killed meanwhile finds everythin
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from torchscout.checkpoint.trust.selection import Selection, SweepResult, confir
 from torchscout.communicators import Communicators
 from torchscout.decision.records.record import Failure
 from torchscout.errors import CheckpointError, ScoutError, UnavailableError
+from torchscout.utils.text import spans
 
 __all__ = [
     "WAYS_OUT",
@@ -37,7 +38,6 @@ __all__ = [
     "SweepReport",
     "Sweeping",
     "load_first_usable",
-    "previous_of_any_size",
     "restore_together",
 ]
 
@@ -52,6 +52,8 @@ Sweeping = Callable[[int, bool], "SweepReport"]
 """See ``session.replay.driver.ReplayDriver.sweep``."""
 Load = Callable[[Sequence[Generation]], Fetched[Any]]
 """Loads the first of these generations that all ranks can get into the model."""
+Span = tuple[int, int]
+"""The first and the last of consecutive ranks."""
 _MOST_PROBLEMS = 4
 
 
@@ -99,11 +101,12 @@ class RankRemains:
     problems: tuple[str, ...]
     """Ledgers that exist and cannot be read."""
     shards: int
-    """Number of files with the name of a shard."""
-    pending: tuple[int, ...] = ()
-    """The ranks of which it has a shard of what was being captured when the job ended."""
+    """Number of files with the name of a shard; not counted if a ledger can be read."""
+    pending: tuple[Span, ...] = ()
+    """The ranks of which it has a shard of what was being captured when the job ended. If ranks share a disk,
+    all of them find the shards of all."""
     lineage: int = 0
-    """The highest lineage of any shard."""
+    """The highest lineage of these shards."""
     ledgers: tuple[CheckpointGate | None, ...] = ()
     """What each folder's ledger says; not sent to other ranks."""
 
@@ -111,18 +114,18 @@ class RankRemains:
     def found(cls, folders: Sequence[Path], member: Member) -> RankRemains:
         read = [_read(folder, member) for folder in folders]
         gates = [each for each in read if isinstance(each, CheckpointGate)]
-        files = [each for folder in folders for each in shard_files(folder)]
         gate = ledger.newest(gates) if gates else None
-        pending = {
-            each.rank
-            for each in files
-            if gate is not None and (each.generation, each.world_size) == (gate.pending, member.world_size)
-        }
+        files = [
+            each
+            for folder in folders
+            for each in shard_files(folder, lambda shown: gate is None or shown == gate.pending)
+        ]
+        pending = {each.rank for each in files if gate is not None and each.world_size == member.world_size}
         return cls(
             gate,
             tuple(each for each in read if isinstance(each, str)),
-            len(files),
-            tuple(sorted(pending)),
+            0 if gate is not None else len(files),
+            tuple((first, last) for first, last in spans(pending)),
             max((each.generation.lineage for each in files), default=0),
             tuple(each if isinstance(each, CheckpointGate) else None for each in read),
         )
@@ -142,7 +145,7 @@ class RankRemains:
             None if document["gate"] is None else CheckpointGate.from_json(document["gate"]),
             tuple(map(str, document["problems"])),
             int(document["shards"]),
-            tuple(map(int, document["pending"])),
+            tuple((int(first), int(last)) for first, last in document["pending"]),
             int(document["lineage"]),
         )
 
@@ -172,7 +175,8 @@ class PreviousRun:
         current = [gate for gate in gates if gate.lineage == last]
         gate = ledger.reconcile(current)
         alike = [each for each in remains if each.gate is not None and each.gate.pending == gate.pending]
-        captured = {rank for each in alike for rank in each.pending}
+        found = {span for each in alike for span in each.pending}
+        captured = {rank for first, last in found for rank in range(first, last + 1)}
         gate = ledger.settled(gate, lambda _: captured >= set(range(len(remains))))
         return cls(gate, len(current) == len(remains))
 
@@ -205,57 +209,6 @@ class PreviousRun:
             waiting = (gate.candidate, gate.interim)
             usable |= {*gate.captured, *(each for each in gate.durable if each in waiting)}
         return decision, [first, *sorted((each for each in usable if each < first), reverse=True)]
-
-
-def previous_of_any_size(
-    folders: Sequence[Path], member: Member, exchange: Callable[[Any], list[Any]]
-) -> PreviousRun | None:
-    """The last run of this job with any number of ranks; None if there is no ledger of it. Call it on every
-    rank: all ledgers that any rank finds count."""
-    rows = []
-    for rank, size in _ledgers(folders, member).items():
-        found = RankRemains.found(folders, replace(member, rank=rank, world_size=size))
-        rows.append([rank, size, found.to_json()])
-    gathered = [row for each in exchange(rows) for row in each]
-    remains = [(rank, size, RankRemains.from_json(each)) for rank, size, each in gathered]
-    known = [(each.gate.lineage, size) for _, size, each in remains if each.gate is not None]
-    if not known:
-        return None
-    _, last = max(known)
-    return PreviousRun.of(
-        [
-            _merged([each for owner, size, each in remains if (owner, size) == (rank, last)])
-            for rank in range(last)
-        ]
-    )
-
-
-def _ledgers(folders: Sequence[Path], member: Member) -> dict[int, int]:
-    """The ranks with a ledger of this job in these folders, each with the number of ranks in its newest."""
-    newest: dict[int, tuple[tuple[int, int], int]] = {}
-    for folder in folders:
-        for rank in ledger.ranks_in(folder) if folder.is_dir() else ():
-            try:
-                found = ledger.inspect(folder, rank)
-            except CheckpointError:
-                continue
-            if found is None or found.job != member.job:
-                continue
-            age = (found.gate.lineage, found.gate.step)
-            newest[rank] = max(newest.get(rank, ((-1, -1), 0)), (age, found.world_size))
-    return {rank: size for rank, (_, size) in newest.items()}
-
-
-def _merged(found: Sequence[RankRemains]) -> RankRemains:
-    """What several ranks have found of one rank of the last run."""
-    gates = [each.gate for each in found if each.gate is not None]
-    return RankRemains(
-        ledger.newest(gates) if gates else None,
-        tuple(problem for each in found for problem in each.problems),
-        max((each.shards for each in found), default=0),
-        tuple(sorted({rank for each in found for rank in each.pending})),
-        max((each.lineage for each in found), default=0),
-    )
 
 
 def _read(folder: Path, member: Member) -> CheckpointGate | str | None:
