@@ -20,8 +20,9 @@ from torchscout.checkpoint.resume.plan import Listing
 from torchscout.checkpoint.resume.transfer import Links
 from torchscout.checkpoint.storage import shards
 from torchscout.checkpoint.storage.inventory import Member, Tier, inventory
-from torchscout.checkpoint.storage.shards import inspect, path_of, verify
-from torchscout.checkpoint.trust.generation import Generation
+from torchscout.checkpoint.storage.shard_format import ShardIdentity, encode
+from torchscout.checkpoint.storage.shards import inspect, path_of, verify, write
+from torchscout.checkpoint.trust.generation import Generation, TrustLevel
 from torchscout.communicators import Communicators
 from torchscout.errors import ChannelError, CheckpointError, DamagedError
 
@@ -139,7 +140,7 @@ def read_headers(rank: int, folder: Path, hosts: str) -> tuple[dict[str, Any], s
         return recover(rank, folder, hosts, {}), read
 
 
-def test_ranks_read_the_shards_of_others_only_if_one_is_missing(tmp_path: Path):
+def test_ranks_read_no_shards_of_others_that_are_not_missing(tmp_path: Path):
     """Where all share a disk, its shards are as many as the ranks."""
     made = furnish(tmp_path, "aaa")
     answers = run_ranks(read_headers, 3, tmp_path, "aaa")
@@ -148,7 +149,23 @@ def test_ranks_read_the_shards_of_others_only_if_one_is_missing(tmp_path: Path):
     for tier in TIERS:
         place(tmp_path, "aaa", 1, 8, tier, 1).unlink()
     answers = run_ranks(read_headers, 3, tmp_path, "aaa")
-    assert [(answer["step"], read) for answer, read in answers] == [(6, {0, 1, 2})] * 3
+    assert [(answer["step"], read) for answer, read in answers] == [(6, {0}), (6, {1}), (6, {2})]
+
+
+def test_ranks_read_the_shards_of_a_machine_that_was_replaced(tmp_path: Path):
+    made = furnish(tmp_path, "aab")
+    shutil.rmtree(tmp_path / "b")
+    answers = run_ranks(read_headers, 3, tmp_path, "aab")
+    check([answer for answer, _ in answers], made, 8)
+    assert [read for _, read in answers] == [{0, 2}, {1, 2}, set()]
+
+
+def test_a_copy_is_found_although_shards_of_another_job_are_there(tmp_path: Path):
+    made = furnish(tmp_path, "ab")
+    stranger = ShardIdentity(job="job", mesh="replica=3", world_size=3, rank=0, generation=Generation(8))
+    write(path_of(tmp_path / "a" / "disk", stranger, 0), encode(stranger, TrustLevel.LATEST, None, []))
+    shutil.rmtree(tmp_path / "b")
+    check(recovered(tmp_path, "ab", wanted=[Generation(8)]), made, 8)
 
 
 def test_every_rank_loads_from_its_own_memory_when_nothing_is_wrong(tmp_path: Path):

@@ -164,7 +164,7 @@ def test_an_inventory_finds_what_two_folders_hold(tmp_path: Path):
     }
     assert stock.problems == ()
     assert [each.path for each in inventory(tmp_path / "m", tmp_path / "d", [OLD]).found] == [old]
-    assert [each.path for each in inventory(tmp_path / "m", tmp_path / "d", rank=1).found] == [copy]
+    assert [each.path for each in inventory(tmp_path / "m", tmp_path / "d", None, {(NEW, 1)}).found] == [copy]
     assert inventory(tmp_path / "none", tmp_path / "nor") == Inventory(())
 
 

@@ -7,16 +7,16 @@ older generation. So all ranks end with the same generation, or all with the sam
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from torchscout.checkpoint.resume.plan import Listing, RestorePlan, ShardLocation, agree
+from torchscout.checkpoint.resume.plan import Listing, RestorePlan, ShardLocation, agree, unlisted
 from torchscout.checkpoint.resume.repair import repair
 from torchscout.checkpoint.resume.transfer import Links, receive_shard, send_shard
 from torchscout.checkpoint.storage import shards
-from torchscout.checkpoint.storage.inventory import FoundShard, Inventory, Member, Tier, inventory
+from torchscout.checkpoint.storage.inventory import FoundShard, Inventory, Member, RankState, Tier, inventory
 from torchscout.checkpoint.storage.shard_format import ShardIdentity
 from torchscout.checkpoint.trust.generation import Generation
 from torchscout.errors import CheckpointError, DamagedError, UnavailableError
@@ -65,10 +65,11 @@ def fetch(
     ``load`` reads and verifies a shard, as ``shards.load`` does, and raises ``CheckpointError`` if it cannot.
     Raises ``UnavailableError``, on every rank alike, if no generation is left.
     """
-    # Usually all ranks have their own shards of the first generation. Looking further right away would let
-    # each of them read the header of every shard on a disk that they share.
-    ours = _Participant(member, folders[0], links, inventory(*folders, wanted, member.rank), load)
-    looked_everywhere = False
+    # Usually all ranks have their own shards of the first generation. Those of others are only looked for if
+    # they are missing: there may be thousands on a disk that all ranks share.
+    ours = _Participant(member, folders, links, load)
+    ours.look_for([(each, member.rank) for each in wanted])
+    looked_for: frozenset[RankState] = frozenset()
     demoted: list[str] = []
 
     def report(sentences: Sequence[str]) -> None:
@@ -80,12 +81,13 @@ def fetch(
     report(ours.gather_problems())
     damaged_generation: Generation | None = None
     while True:
-        plan = agree(ours.listings(wanted), wanted)
-        if not looked_everywhere and plan.generation not in wanted[:1]:
-            ours.restock(inventory(*folders, wanted))
-            looked_everywhere = True
+        listings = ours.listings(wanted)
+        if lost := unlisted(listings, wanted) - looked_for:
+            ours.look_for(lost)
+            looked_for |= lost
             report(ours.gather_problems())
             continue
+        plan = agree(listings, wanted)
         if damaged_generation not in (None, plan.generation):  # no whole copy of it is left: repair one
             report(ours.repair())
             damaged_generation = None
@@ -106,9 +108,11 @@ class _Participant(Generic[T]):
     """One rank's part in fetching."""
 
     def __init__(
-        self, member: Member, memory: Path, links: Links, stock: Inventory, load: Callable[[Path], T]
+        self, member: Member, folders: tuple[Path, Path], links: Links, load: Callable[[Path], T]
     ) -> None:
-        self._member, self._memory, self._links, self._stock, self._load = member, memory, links, stock, load
+        self._member, self._folders, self._links, self._load = member, folders, links, load
+        self._memory = folders[0]
+        self._stock = Inventory(())
         self._damaged: dict[ShardLocation, int] = {}
         """The shards that turned out damaged on any rank, and who read them."""
         self._known: set[str] = set()
@@ -121,9 +125,11 @@ class _Participant(Generic[T]):
         self._repairable: shards.Report | None = None
         """The last damaged shard of the generation that this rank could read itself."""
 
-    def restock(self, stock: Inventory) -> None:
-        """Replace the inventory by a larger one, without the shards that turned out damaged."""
-        self._stock = stock
+    def look_for(self, states: Collection[RankState]) -> None:
+        """Add shards of these to the inventory, except those that turned out damaged."""
+        seen, had = inventory(*self._folders, {each for each, _ in states}, states), self._stock
+        new = [each for each in seen.found if each not in had.found]
+        self._stock = Inventory((*had.found, *new), (*had.problems, *seen.problems))
         for bad in self._damaged:
             self._discard(bad)
 

@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from torchscout.checkpoint.storage.inventory import FoundShard, Inventory, Member, Tier
+from torchscout.checkpoint.storage.inventory import FoundShard, Inventory, Member, RankState, Tier
 from torchscout.checkpoint.storage.shard_format import Entry
 from torchscout.checkpoint.storage.shards import Report
 from torchscout.checkpoint.trust.generation import Generation, is_number
@@ -27,6 +27,7 @@ __all__ = [
     "repair_sources",
     "replaced",
     "tensors_of",
+    "unlisted",
 ]
 
 _TIERS = (Tier.MEMORY, Tier.DISK)
@@ -153,6 +154,13 @@ def agree(listings: Sequence[Listing], wanted: Sequence[Generation]) -> RestoreP
             f"{plan.reason}. What is there is not of this job: {'; '.join(strangers[:_MOST_NAMED])}"
         )
     return plan
+
+
+def unlisted(listings: Sequence[Listing], wanted: Sequence[Generation]) -> frozenset[RankState]:
+    """What no rank lists; nothing if every rank's state of the first generation is listed."""
+    listed = {(copy.generation, copy.rank) for listing in listings for copy in listing.copies}
+    lost = frozenset((each, rank) for each in wanted for rank in range(len(listings))) - listed
+    return lost if any(generation == wanted[0] for generation, _ in lost) else frozenset()
 
 
 def _copies(listings: Sequence[Listing]) -> dict[tuple[int, Generation], list[Source]]:

@@ -5,7 +5,7 @@ Only headers are read; tensors are verified when a shard is loaded.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -16,7 +16,7 @@ from torchscout.checkpoint.storage.shard_format import ShardIdentity
 from torchscout.checkpoint.trust.generation import Generation
 from torchscout.errors import CheckpointError
 
-__all__ = ["FoundShard", "Inventory", "Member", "Tier", "inventory"]
+__all__ = ["FoundShard", "Inventory", "Member", "RankState", "Tier", "inventory"]
 
 
 class Tier(str, Enum):
@@ -62,6 +62,10 @@ class FoundShard:
     path: Path
 
 
+RankState = tuple[Generation, int]
+"""The state of a rank in a generation, wherever it is."""
+
+
 @dataclass(frozen=True, slots=True)
 class Inventory:
     """The shards that one rank finds."""
@@ -76,16 +80,21 @@ class Inventory:
 
 
 def inventory(
-    memory: Path, disk: Path, wanted: Sequence[Generation] | None = None, rank: int | None = None
+    memory: Path,
+    disk: Path,
+    generations: Collection[Generation] | None = None,
+    states: Collection[RankState] | None = None,
 ) -> Inventory:
-    """List both folders' shards: of the wanted generations or of all, and of one rank's state or of every
+    """List both folders' shards: of these generations or of all, and of these ranks' state or of every
     rank's. A missing folder counts as empty."""
     found: list[FoundShard] = []
     problems: list[str] = []
     for tier, folder in ((Tier.MEMORY, memory), (Tier.DISK, disk)):
         if not folder.is_dir():
             continue
-        for file in shard_files(folder, lambda each: wanted is None or each in wanted, owner=rank):
+        for file in shard_files(folder, lambda each: generations is None or each in generations):
+            if states is not None and (file.generation, file.rank) not in states:
+                continue
             seen = _inspect(file.path, file.holder, tier)
             if isinstance(seen, str):
                 problems.append(seen)
