@@ -78,7 +78,7 @@ def test_a_hub_has_one_connection_to_each_machine_and_names_a_late_rank(tmp_path
 
 
 @pytest.mark.parametrize("relay", [3, pytest.param(0, marks=pytest.mark.slow, id="with the hub")])
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.long)])
 def test_observers_whose_relay_is_lost_reach_the_hubs_themselves(
     tmp_path: Path, how: signal.Signals, relay: int
 ):
@@ -99,6 +99,7 @@ def test_a_relay_that_is_lost_while_all_is_well_changes_nothing(tmp_path: Path):
         assert job.lines() == []
 
 
+@pytest.mark.long
 def test_a_machine_that_is_lost_is_named(tmp_path: Path):
     with relayed_job(tmp_path) as job:
         for rank in (3, 4, 5):
@@ -109,6 +110,7 @@ def test_a_machine_that_is_lost_is_named(tmp_path: Path):
         assert incident.hosts == ("b",)
 
 
+@pytest.mark.long
 def test_with_hub_and_standby_lost_another_hub_is_found_through_the_relays(tmp_path: Path):
     hosts = ["a", "a", "b", "b", "c", "c", "d", "d"]
     with small_job(8, tmp_path, hosts=hosts, min_relayed_ranks=2, election_seconds=2.0) as job:
