@@ -21,6 +21,8 @@ from torchscout.report.document import document_of
 from torchscout.report.reading import read_run
 
 STEPS, BAD_STEP = 6, 4
+LAST_GOOD = {BAD_STEP - 1, BAD_STEP - 2}
+"""The last step that is certified: the earlier one if it was still being copied at the later one."""
 
 
 class Masked(nn.Module):
@@ -86,8 +88,8 @@ def train(rank: int, folder: Path, kind: str) -> tuple[dict[str, Any], list[Any]
 def test_state_that_is_not_finite_on_all_replicas_is_not_certified(tmp_path: Path, kind: str):
     answers = run_ranks(train, 2, tmp_path, kind)
     for status, incidents, _ in answers:
-        assert status["replay"]["certified"] == BAD_STEP - 1
-        assert status["checkpoint"]["verified"] == BAD_STEP - 1
+        assert status["replay"]["certified"] == status["checkpoint"]["verified"]
+        assert status["checkpoint"]["verified"] in LAST_GOOD
         assert "NaN or infinity in" in status["replay"]["held_up"]["state/finite"]
         assert status["failures"] == []
         assert incidents == [], "no rank is at fault"
@@ -105,7 +107,8 @@ def test_state_that_is_not_finite_on_all_replicas_is_not_certified(tmp_path: Pat
 def test_state_that_could_not_be_looked_at_is_not_certified(tmp_path: Path):
     (status, _, _), (blind, _, texts) = run_ranks(train, 2, tmp_path, "blind")
     for each in (status, blind):
-        assert each["replay"]["certified"] == each["checkpoint"]["verified"] == BAD_STEP - 1
+        assert each["replay"]["certified"] == each["checkpoint"]["verified"]
+        assert each["checkpoint"]["verified"] in LAST_GOOD
     assert "could not look for NaN" in blind["replay"]["held_up"][FINITE]
     assert any("could not look for NaN" in each for each in texts)
     assert any("for the largest magnitude" in each for each in blind["failures"])

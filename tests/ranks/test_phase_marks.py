@@ -23,6 +23,8 @@ from torchscout.decision.records.record import Action, Incident, Manifestation, 
 SOON = replace(QUICK, min_silence_seconds=5.0, repeat_seconds=0.5)
 """Surveys follow each other quickly, and no step is long enough for a hang."""
 SLOW, BATCHES = 0.3, 20
+EPOCHS = 4
+"""Until a slow rank is reported: on a busy machine, observers may not look at it often enough in one."""
 DEFAULTS = ReplayConfig()
 
 
@@ -84,11 +86,16 @@ def train(
     session = None
     if attached:
         session = enable_resiliency(model, optimizer, replay=replay, observer=SOON, run_dir=run_dir)
-    for batch in loader:
-        time.sleep(0.02)
-        optimizer.zero_grad()
-        model(batch).sum().backward()
-        optimizer.step()
+    for _ in range(EPOCHS if slow and replay == DEFAULTS else 1):
+        for batch in loader:
+            time.sleep(0.02)
+            optimizer.zero_grad()
+            model(batch).sum().backward()
+            optimizer.step()
+        is_found = torch.tensor([bool(incidents(run_dir))])
+        dist.broadcast(is_found, 0)
+        if is_found:
+            break
     dist.barrier()
     status = {} if session is None else session.status()
     dist.barrier()  # who leaves says goodbye, and that is a message

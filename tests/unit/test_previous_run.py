@@ -12,7 +12,15 @@ from typing import Any
 
 import pytest
 
-from tests.support.checkpoint_folders import GATE, JOB, make_disk, make_memory, put_ledgers, put_shard
+from tests.support.checkpoint_folders import (
+    GATE,
+    JOB,
+    make_disk,
+    make_memory,
+    put_ledgers,
+    put_shard,
+    rewrite,
+)
 from torchscout.checkpoint.storage.inventory import Member
 from torchscout.checkpoint.trust import ledger
 from torchscout.checkpoint.trust.gate import CheckpointGate
@@ -94,7 +102,7 @@ def test_disks_of_two_machines_with_ledgers_of_the_same_ranks_are_both_read(tmp_
 
 def test_ledgers_of_other_jobs_and_damaged_ones_do_not_count(tmp_path: Path):
     put_ledgers(tmp_path, job="another")
-    ledger.path_of(tmp_path, 2).write_bytes(b"{}")
+    rewrite(ledger.path_of(tmp_path, 2), b"{}")
     assert find([tmp_path], [tmp_path])[0] is None
 
 
