@@ -428,7 +428,7 @@ def hang(rank: int, folder: Path, hosts: str) -> str:
     member = Member(job="job", mesh="replica=2", world_size=2, rank=1)
     stock = inventory(folder / "b" / "memory", folder / "b" / "disk")
     purpose = ["job", "replica=2", 2, [[8, 0], [6, 0]]]
-    for _ in range(1 if stock.found else 2):  # without a shard of this rank's, rank 0 looks at all it has
+    for _ in range(1 if stock.found else 2):  # rank 0 looks for missing shards of this rank
         links.exchange([])
         links.exchange({"purpose": purpose, "listing": Listing.of(stock, member, WANTED).to_json()})
     return ""

@@ -30,6 +30,10 @@ from torchscout.utils.text import spans
 __all__ = ["Layout", "Resharded", "layouts_of", "reshard"]
 
 
+_Found = tuple[str, int, bool, int, int]
+"""Shards that a rank finds: mesh, world size, whether they are on disk, and their first and last rank."""
+
+
 @dataclass(frozen=True, slots=True)
 class Layout:
     """How the ranks of a job that saved a generation were laid out, and who can read their shards."""
@@ -38,7 +42,7 @@ class Layout:
     world_size: int
     readers: tuple[int | None, ...]
     """For each rank of then, the first rank of now that finds its shard; None if no rank does."""
-    known: frozenset[int]
+    found_by_all: frozenset[int]
     """Ranks of then whose shards all ranks of now find."""
     in_files: bool
     """Whether a disk holds every shard."""
@@ -72,7 +76,7 @@ def layouts_of(
         own.setdefault(group, []).append(each.identity.rank)
     gathered = links.exchange([[*group, spans(ranks)] for group, ranks in own.items()])
     # Ranks that share a disk find the same, and there may be thousands of them.
-    finders: dict[tuple[str, int, bool, int, int], list[int]] = {}
+    finders: dict[_Found, list[int]] = {}
     for rank, rows in enumerate(gathered):
         for mesh, size, is_file, found in rows:
             for first, last in found:
@@ -84,21 +88,21 @@ def layouts_of(
     return layouts, stock
 
 
-def _layout(
-    mesh: str, size: int, finders: Mapping[tuple[str, int, bool, int, int], Sequence[int]], everybody: int
-) -> Layout:
+def _layout(mesh: str, size: int, finders: Mapping[_Found, Sequence[int]], world_size: int) -> Layout:
     readers: dict[int, int] = {}
-    known: set[int] = set()
+    found_by_all: set[int] = set()
     in_files: set[int] = set()
-    for (*layout, is_file, first, last), found in finders.items():
+    for (*layout, is_file, first, last), found_by in finders.items():
         if layout != [mesh, size]:
             continue
         ranks = range(first, last + 1)
-        readers |= {rank: min(found[0], readers.get(rank, found[0])) for rank in ranks}
-        known.update(ranks if len(found) == everybody else ())
-        in_files.update(ranks if is_file else ())
+        readers |= {rank: min(found_by[0], readers.get(rank, found_by[0])) for rank in ranks}
+        if len(found_by) == world_size:
+            found_by_all.update(ranks)
+        if is_file:
+            in_files.update(ranks)
     first_readers = tuple(readers.get(rank) for rank in range(size))
-    return Layout(mesh, size, first_readers, frozenset(known), in_files == {*range(size)})
+    return Layout(mesh, size, first_readers, frozenset(found_by_all), in_files == {*range(size)})
 
 
 def reshard(
@@ -149,7 +153,7 @@ def _headers(layout: Layout, files: dict[int, list[Path]], me: int, links: Links
     they all find the shard."""
     sent: dict[str, Any] = {}
     for rank, reader in enumerate(layout.readers):
-        if reader == me and rank not in layout.known:
+        if reader == me and rank not in layout.found_by_all:
             try:
                 path = files[rank][0]
                 header = shards.inspect(path)

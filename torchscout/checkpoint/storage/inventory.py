@@ -63,7 +63,7 @@ class FoundShard:
 
 
 RankState = tuple[Generation, int]
-"""The state of a rank in a generation, wherever it is."""
+"""A generation, and the rank whose state of it is meant."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -140,19 +140,20 @@ def previous_of_any_size(
 def _ledgers_to_read(folders: Sequence[Path], me: int, exchange: Callable[[Any], list[Any]]) -> list[int]:
     """The ranks whose ledgers this rank reads. Ranks that find the same folder read a part of it each:
     otherwise every rank of a job that shares a disk would read, and send to all others, every ledger."""
-    shown = [_shown(folder, me) for folder in folders]
-    gathered = exchange(shown)
+    listings = [_list_ledgers(folder, me) for folder in folders]
+    gathered = exchange(listings)
     chosen: set[int] = set()
-    for each in shown:
+    for each in listings:
         finders = [rank for rank, found in enumerate(gathered) if each in found]
         ranks = [rank for first, last in each[-1] for rank in range(first, last + 1)]
         chosen.update(ranks[finders.index(me) :: len(finders)])
     return sorted(chosen)
 
 
-def _shown(folder: Path, me: int) -> list[Any]:
-    """The ledgers in a folder, different for folders of two machines. The first and the last ledger are
-    identified by inode and time, since a job whose ranks change places leaves the same names everywhere."""
+def _list_ledgers(folder: Path, me: int) -> list[Any]:
+    """The ranks with a ledger in a folder, and what identifies the folder. Two ranks that list the same share
+    it. The names alone do not identify it: a job whose ranks change machines leaves the same ones on each.
+    So the first and the last ledger are identified by inode and modification time."""
     ranks = ledger.ranks_in(folder) if folder.is_dir() else []
     try:
         files = [ledger.path_of(folder, rank).stat() for rank in ranks[:1] + ranks[-1:]]
