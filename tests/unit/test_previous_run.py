@@ -114,3 +114,11 @@ def test_a_ledger_of_which_only_the_previous_one_is_left_is_read_by_all(tmp_path
     assert ranks_read(sent) == [[0, 1, 2, 3]] * 2
     assert found is not None
     assert found.is_whole
+
+
+def test_a_newer_ledger_of_another_job_does_not_say_how_many_ranks_there_were(tmp_path: Path):
+    disk = make_disk(tmp_path / "disk")
+    put_ledgers(memory := tmp_path / "memory", CheckpointGate(recipes=2, lineage=5), job="another", of=8)
+    found, _ = find([memory, disk])
+    assert found is not None
+    assert found.is_whole
