@@ -496,8 +496,12 @@ def test_a_rank_outside_the_job_is_dropped(board: Board):
 def test_a_message_beyond_the_limit_ends_its_connection_only(board: Board):
     board.join(0, 1)
     assert not board.clients[1].send(0, "announce", insistent="x" * LIMIT)
-    board.clients[1].sockets[0].send(b"x" * (LIMIT + 1))
-    time.sleep(0.2)
+    client = board.clients[1].sockets[0]
+    events = client.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+    client.send(b"x" * (LIMIT + 1))
+    assert events.poll(10_000), "the hub ends the connection"
+    client.disable_monitor()
+    time.sleep(0.2)  # until the hub's socket knows as well
     board.until(lambda: board.clients[1].connected() == [True] and board.reaches(1))  # anew
     board.hold_round(0, 1)
     assert board.hub.tally.malformed == 0
