@@ -7,6 +7,7 @@ import os
 import random
 import socket
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -180,7 +181,7 @@ def test_a_ticket_admits_one_connection_only(owner: Peer, tmp_path: Path):
     owner.send(offer("t", len(data)))
     secret = Secret.from_json(owner.receive_next("ready")["secret"])
     opening = MAGIC + secret.ticket
-    for wrong in (MAGIC + bytes(TICKET_BYTES), b"s" * len(opening), opening[:-1] + b"?"):
+    for wrong in (MAGIC + bytes(TICKET_BYTES), b"s" * len(opening), opening[:-1] + bytes([opening[-1] ^ 1])):
         with socket.create_connection(owner.address) as stranger:
             stranger.sendall(wrong + bytes(100_000))
             assert is_closed(stranger)
@@ -372,8 +373,9 @@ def test_a_refusal_among_other_messages_does_not_end_the_reading_of_them(
     """It closes the connection while what came over it is read."""
     replicator.send(seal(tmp_path / "b", 1, 4))
     name, message = next_message(holder, "offer")
-    for _ in range(20):
-        holder.send(name, wire.encode("refused", transfer=message["transfer"], why="no room"))
+    with suppress(zmq.ZMQError):  # it may close the connection before all are sent
+        for _ in range(20):
+            holder.send(name, wire.encode("refused", transfer=message["transfer"], why="no room"))
     next_message(holder, "offer")  # it tries again
     problems = replicator.problems()
     assert any("it was refused: no room" in each for each in problems)
