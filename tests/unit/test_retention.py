@@ -8,6 +8,7 @@ import random
 import subprocess
 import sys
 import tempfile
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -242,7 +243,7 @@ def test_a_budget_in_memory_is_of_what_is_available_and_not_of_the_file_system()
             check_budget(1 << 20, 1, None, Path(folder), available=lambda: 1 << 20)
 
 
-def test_what_another_running_job_may_still_take_is_not_free():
+def test_what_another_running_job_has_reserved_is_not_free():
     def allowed(folder: Path) -> int:
         return check_budget(1, 1, None, folder, available=lambda: 1 << 20)
 
@@ -255,3 +256,13 @@ def test_what_another_running_job_may_still_take_is_not_free():
             taken = (other / "taken").stat().st_blocks * 512
             assert abs(allowed(mine) - ((1 << 20) - (1 << 18) + taken) // 2) < 1 << 14
         assert abs(allowed(mine) - (1 << 19)) < 1 << 14, "a job that has ended takes no more"
+
+
+def test_small_jobs_leave_memory_for_others():
+    """Five of them reserved 31 of 32 parts of what was free; a sixth was refused when less was available."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as memory, ExitStack() as running:
+        for number in range(5):
+            running.enter_context(lock.claim(folder := Path(memory, str(number)), str(number)))
+            assert check_budget(1 << 10, 6, None, folder, available=lambda: 1 << 30) > 1 << 28
+        (last := Path(memory, "last")).mkdir()
+        assert check_budget(1 << 10, 6, None, last, available=lambda: 15 << 26) > 1 << 28

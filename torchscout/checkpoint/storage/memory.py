@@ -22,8 +22,8 @@ __all__ = ["budget_within", "check_budget", "memory_folder", "memory_root"]
 
 _VARIABLE = "TORCHSCOUT_MEMORY"
 _SHARED_MEMORY = Path("/dev/shm")
-_BUDGET = "budget"
-"""The file with the number of bytes that a job may take."""
+_RESERVED = "budget"
+"""The file with the number of bytes that a job has reserved."""
 
 
 def memory_root() -> Path:
@@ -62,7 +62,8 @@ def check_budget(
 
     ``copies`` counts all snapshots that this machine may hold, of all its ranks. The default budget is half
     of the free memory. Earlier checkpoints of this job count as free, because new ones replace them; what
-    other running jobs may still take does not.
+    other running jobs have reserved does not. A job reserves its budget, or, without one, twice what it is
+    expected to need: if each job reserved half of what is free, a few small ones would leave nothing.
     """
     try:
         status = os.statvfs(folder)
@@ -74,8 +75,9 @@ def check_budget(
         free = min(free, available())
     free = max(0, free + own - _reserved_by_others(folder))
     allowed = budget_within(free, bytes_per_snapshot, copies, budget, folder)
+    reserved = min(allowed, 2 * bytes_per_snapshot * copies) if budget is None else allowed
     with suppress(CheckpointError):  # the first capture reports a full file system
-        shards.replace(folder / _BUDGET, [f"{allowed}\n".encode()])
+        shards.replace(folder / _RESERVED, [f"{reserved}\n".encode()])
     return allowed
 
 
@@ -84,12 +86,12 @@ def _reserved_by_others(folder: Path) -> int:
 
 
 def _reserved(folder: Path) -> int:
-    """The bytes that a running job may still take beyond what it has taken; 0 if it is not running."""
+    """The bytes that a running job has reserved beyond what it has taken; 0 if it is not running."""
     try:
         if lock.owner_of(folder) is None:
             return 0
-        allowed = int((folder / _BUDGET).read_bytes())
-        return max(0, allowed - sum(map(_allocated, files_under(folder))))
+        reserved = int((folder / _RESERVED).read_bytes())
+        return max(0, reserved - sum(map(_allocated, files_under(folder))))
     except (OSError, ValueError, CheckpointError):  # it is just ending, or not readable
         return 0
 
