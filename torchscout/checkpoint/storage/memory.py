@@ -22,7 +22,7 @@ __all__ = ["budget_within", "check_budget", "memory_folder", "memory_root"]
 
 _VARIABLE = "TORCHSCOUT_MEMORY"
 _SHARED_MEMORY = Path("/dev/shm")
-_RESERVED = "budget"
+_RESERVED = "reserved"
 """The file with the number of bytes that a job has reserved."""
 
 
@@ -61,9 +61,11 @@ def check_budget(
     """Return the bytes that checkpoints may take; raises ``CheckpointError`` if the copies do not fit.
 
     ``copies`` counts all snapshots that this machine may hold, of all its ranks. The default budget is half
-    of the free memory. Earlier checkpoints of this job count as free, because new ones replace them; what
-    other running jobs have reserved does not. A job reserves its budget, or, without one, twice what it is
-    expected to need: if each job reserved half of what is free, a few small ones would leave nothing.
+    of the free memory. Earlier checkpoints of this job count as free, because new ones replace them. Memory
+    that other running jobs have reserved does not count as free.
+
+    A job with a budget reserves all of it. A job without one reserves twice the memory that it is expected to
+    need. It does not reserve half of the free memory, since a few small jobs would then leave almost nothing.
     """
     try:
         status = os.statvfs(folder)
@@ -86,7 +88,7 @@ def _reserved_by_others(folder: Path) -> int:
 
 
 def _reserved(folder: Path) -> int:
-    """The bytes that a running job has reserved beyond what it has taken; 0 if it is not running."""
+    """The bytes that a running job has reserved and does not use yet; 0 if it is not running."""
     try:
         if lock.owner_of(folder) is None:
             return 0
