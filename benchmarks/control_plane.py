@@ -47,7 +47,7 @@ from torchscout.config import ObserverConfig
 from torchscout.decision.progress import CommGroup, Phase
 from torchscout.decision.records.recorder import Stamped
 from torchscout.mesh import Mesh
-from torchscout.observer.monitor import ObserverHandle, launch
+from torchscout.observer.handle import ObserverHandle, launch
 from torchscout.observer.record.writer import ProgressWriter
 from torchscout.observer.rounds.client import RoundClient
 from torchscout.observer.rounds.protocol import Client

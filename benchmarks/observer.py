@@ -113,7 +113,7 @@ def block(call: Callable[[], object], calls: int = 1000) -> float:
 
 def idle_observer() -> Figures:
     """An observer that watches a trainer which moves; no job, hence no hub to talk to."""
-    from torchscout.observer.monitor import launch
+    from torchscout.observer.handle import launch
     from torchscout.observer.spec import ObserverSpec
 
     with a_writer() as writer, tempfile.TemporaryDirectory() as run_dir:
@@ -204,7 +204,7 @@ class Trainer:
 def a_job(size: int, config: ObserverConfig) -> Iterator[tuple[list[Trainer], Path]]:
     """Trainers with observers that have found each other, and the file of their incidents."""
     from torchscout.mesh import Mesh
-    from torchscout.observer.monitor import launch
+    from torchscout.observer.handle import launch
     from torchscout.observer.spec import ObserverSpec, describe_mesh, hub_ranks
 
     hubs, mesh = hub_ranks([None] * size), describe_mesh(Mesh.grid(replica=size))

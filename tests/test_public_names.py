@@ -44,6 +44,7 @@ TORCH_FREE = [
     "torchscout",
     "torchscout.mesh",
     "torchscout.config",
+    "torchscout.observer.handle",
     "torchscout.observer.process",
     "torchscout.observer.rounds.diagnosis",
     "torchscout.cli.main",

@@ -21,8 +21,8 @@ from torchscout.decision.progress import Phase
 from torchscout.decision.records.record import Incident, Resolved
 from torchscout.errors import ObserverError
 from torchscout.mesh import Mesh
-from torchscout.observer import monitor as observers
-from torchscout.observer.monitor import ObserverHandle, launch
+from torchscout.observer import handle as observers
+from torchscout.observer.handle import ObserverHandle, launch
 from torchscout.observer.record.writer import ProgressWriter
 from torchscout.observer.spec import ObserverSpec, describe_mesh
 from torchscout.utils.network import new_token

@@ -28,7 +28,7 @@ from torchscout.decision.progress import CommGroup, Phase
 from torchscout.decision.records.recorder import Stamped, read
 from torchscout.errors import ObserverError
 from torchscout.observer import stacks
-from torchscout.observer.monitor import launch
+from torchscout.observer.handle import launch
 from torchscout.observer.record.writer import ProgressWriter
 from torchscout.observer.spec import ObserverSpec, describe_mesh, hub_ranks, relayed_with
 from torchscout.utils.network import new_token
