@@ -6,6 +6,9 @@ READY := .venv/ready
 # On a GPU machine PyTorch is that machine's own, with CUDA; requirements-dev.txt pins the CPU build.
 GPU_PYTHON ?= python3
 
+# Many containers set this. The tests start thousands of processes, and each would compile all it imports.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: help demo test test-ci test-slow test-gpu test-gpu-slow check audit fuzz soak chaos docs format clean
 
 help:  ## what there is to run
@@ -18,7 +21,7 @@ test: $(READY)  ## tests that need no accelerator, but for the long ones
 	$(BIN)/python -m pytest -n 3 --dist worksteal
 
 # Ranks of several tests share two cores there, so a test that fails is run once more, alone, and must pass.
-test-ci: $(READY)  ## what CI runs: these and the tests that take 9 seconds and more
+test-ci: $(READY)  ## what CI runs: these and the tests in tests/long_tests.txt
 	$(BIN)/python -m pytest -n 3 --dist worksteal -m "not slow and not gpu" || { \
 	echo "The tests that failed are run once more, alone. One that passes now depends on the load: mend it."; \
 	$(BIN)/python -m pytest -m "not slow and not gpu" --last-failed --last-failed-no-failures none; }

@@ -22,4 +22,5 @@ preload(
     "torch.distributed.tensor.parallel",
     "torch.nn.parallel",
     "torchscout.attach",
+    "torchscout.session.checkpoints.manager",
 )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TypeAlias
 
 import pytest
 
@@ -20,6 +21,8 @@ from torchscout.checkpoint.trust.generation import Generation, TrustLevel
 from torchscout.checkpoint.trust.ledger import newest, reconcile, settled
 from torchscout.checkpoint.trust.selection import SweepResult, confirm, select_checkpoint
 from torchscout.decision.records.record import Failure
+
+Crashes: TypeAlias = list[list[CheckpointGate | None]]
 
 
 def history(chance: random.Random, recipes: int | None, length: int) -> list[CheckpointGate]:
@@ -33,10 +36,11 @@ def history(chance: random.Random, recipes: int | None, length: int) -> list[Che
     return gates
 
 
-def crashes(seeds: int) -> list[list[CheckpointGate | None]]:
+@pytest.fixture(scope="module")
+def crashes() -> Crashes:
     """Ranks of one job, some of them behind, some without a ledger; and jobs that are none."""
     cases = []
-    for seed in range(seeds):
+    for seed in range(3000):
         chance = random.Random(seed)
         recipes = chance.choice([None, 1, 2, 3])
         states = history(chance, recipes, chance.randrange(1, 40))
@@ -46,9 +50,6 @@ def crashes(seeds: int) -> list[list[CheckpointGate | None]]:
         ranks = [chance.choice([*pool, None]) for _ in range(chance.randrange(1, 6))]
         cases.append(ranks)
     return cases
-
-
-CASES = crashes(3000)
 
 
 def trust(gate: CheckpointGate, generation: Generation) -> int:
@@ -68,9 +69,9 @@ def known(ranks: Sequence[CheckpointGate | None]) -> list[CheckpointGate]:
     return [settled(gate, lambda _: True) if gate.pending in sealed else gate for gate in gates]
 
 
-def test_no_generation_is_trusted_more_than_by_the_rank_that_trusts_it_least():
+def test_no_generation_is_trusted_more_than_by_the_rank_that_trusts_it_least(crashes: Crashes):
     kept = 0
-    for ranks in CASES:
+    for ranks in crashes:
         agreed = reconcile(ranks)
         for generation in agreed.held - {agreed.pending}:
             least = min(trust(gate, generation) for gate in known(ranks))
@@ -80,18 +81,18 @@ def test_no_generation_is_trusted_more_than_by_the_rank_that_trusts_it_least():
             assert all(generation in gate.durable for gate in known(ranks))
         if agreed.candidate:
             assert agreed.candidate in agreed.durable
-    assert kept > len(CASES) / 2, "generations are trusted at all"
+    assert kept > len(crashes) / 2, "generations are trusted at all"
 
 
-def test_what_every_rank_verified_stays_verified():
-    for ranks in filter(known, CASES):
+def test_what_every_rank_verified_stays_verified(crashes: Crashes):
+    for ranks in filter(known, crashes):
         everywhere = set.intersection(*(set(gate.trusted) for gate in known(ranks)))
         assert set(reconcile(ranks).trusted) == everywhere
 
 
-def test_corruption_that_any_rank_has_seen_is_not_forgotten():
+def test_corruption_that_any_rank_has_seen_is_not_forgotten(crashes: Crashes):
     seen = 0
-    for ranks in filter(known, CASES):
+    for ranks in filter(known, crashes):
         agreed = reconcile(ranks)
         assert (agreed.poisoned is not None) == any(gate.poisoned is not None for gate in known(ranks))
         if agreed.poisoned is not None:
@@ -101,8 +102,8 @@ def test_corruption_that_any_rank_has_seen_is_not_forgotten():
     assert seen > 100
 
 
-def test_no_name_of_a_generation_can_be_used_again():
-    for ranks in filter(known, CASES):
+def test_no_name_of_a_generation_can_be_used_again(crashes: Crashes):
+    for ranks in filter(known, crashes):
         agreed = reconcile(ranks)
         assert agreed.lineage == max(gate.lineage for gate in known(ranks))
         begun, _ = transition(agreed, Recovered(agreed.verified)) if agreed.verified else (agreed, None)
@@ -110,8 +111,8 @@ def test_no_name_of_a_generation_can_be_used_again():
             assert all(begun.lineage > each.lineage for gate in known(ranks) for each in gate.held)
 
 
-def test_no_failure_makes_recovery_choose_what_some_rank_does_not_have_or_trust():
-    for ranks in filter(known, CASES):
+def test_no_failure_makes_recovery_choose_what_some_rank_does_not_have_or_trust(crashes: Crashes):
+    for ranks in filter(known, crashes):
         agreed = reconcile(ranks)
         decisions = [select_checkpoint(failure, agreed) for failure in Failure]
         decisions += [confirm(agreed, sweep) for sweep in SweepResult]
@@ -125,8 +126,8 @@ def test_no_failure_makes_recovery_choose_what_some_rank_does_not_have_or_trust(
                 assert all(gate.poisoned is None for gate in known(ranks))
 
 
-def test_the_order_of_ranks_and_the_way_they_are_combined_do_not_matter():
-    for seed, ranks in enumerate(CASES):
+def test_the_order_of_ranks_and_the_way_they_are_combined_do_not_matter(crashes: Crashes):
+    for seed, ranks in enumerate(crashes):
         agreed = reconcile(ranks)
         shuffled = random.Random(seed).sample(ranks, len(ranks))
         assert reconcile(shuffled) == agreed
@@ -136,8 +137,8 @@ def test_the_order_of_ranks_and_the_way_they_are_combined_do_not_matter():
         assert reconcile([reconcile(part) for part in parts]) == agreed
 
 
-def test_a_gate_that_all_ranks_have_is_kept_as_it_is_but_for_a_write_under_way():
-    for ranks in CASES:
+def test_a_gate_that_all_ranks_have_is_kept_as_it_is_but_for_a_write_under_way(crashes: Crashes):
+    for ranks in crashes:
         for gate in known(ranks):
             agreed = reconcile([gate, None, gate])
             expected = replace(gate, writing=None)
