@@ -1,7 +1,8 @@
 """Marks tests by the lists next to this file.
 
-``slow_variants.txt``: CI runs a quicker test of the same kind. ``long_tests.txt``: tests that take nine
-seconds or more. They run in CI; with them, ``make test`` would take more than 12 minutes.
+``slow_variants.txt``: CI runs a quicker test of the same kind. ``long_tests.txt``: tests that take about
+nine seconds, elapsed or of CPU time. They run in CI; with them, ``make test`` would take more than 12
+minutes.
 """
 
 from __future__ import annotations

@@ -50,6 +50,7 @@ def goes_on(job: SmallJob) -> None:
     until(lambda: min(job.steps) > before + 20, "training goes on")
 
 
+@pytest.mark.long
 def test_a_hub_has_one_connection_to_each_machine_and_names_a_late_rank(tmp_path: Path):
     # On a busy machine a hub may answer after a second, and the standby would report the same hang.
     patient = {"min_silence_seconds": 30.0, "grace_seconds": 120.0, "failover_seconds": 10.0}
@@ -77,8 +78,9 @@ def test_a_hub_has_one_connection_to_each_machine_and_names_a_late_rank(tmp_path
         assert list((tmp_path / "observers").iterdir()) == [], "none of them has an error to tell"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("relay", [3, pytest.param(0, marks=pytest.mark.slow, id="with the hub")])
-@pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.long)])
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_observers_whose_relay_is_lost_reach_the_hubs_themselves(
     tmp_path: Path, how: signal.Signals, relay: int
 ):
