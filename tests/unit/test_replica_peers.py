@@ -77,8 +77,8 @@ class Peer:
 
 @pytest.fixture
 def replicator(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Replicator]:
-    """Rank 1, which holds for rank 0; a parameter is its timeout."""
-    replicator = Replicator(1, tmp_path / "b", TOKEN, timeout_seconds=getattr(request, "param", 0.5))
+    """Rank 1, which holds for rank 0. A parameter is its timeout, after which a transfer is dropped."""
+    replicator = Replicator(1, tmp_path / "b", TOKEN, timeout_seconds=getattr(request, "param", 30.0))
     yield replicator
     replicator.close()
 
@@ -137,7 +137,6 @@ def damaged_streams(secret: Secret, data: bytes) -> Iterator[bytes]:
     yield bytes(len(whole))
 
 
-@pytest.mark.parametrize("replicator", [30.0], indirect=True)  # what comes late is dropped without an answer
 @pytest.mark.parametrize("number", range(11))
 def test_what_was_changed_on_its_way_is_refused(owner: Peer, tmp_path: Path, number: int):
     data = seal(tmp_path / "made", 0, 1, size=2 * PIECE + 99).read_bytes()
@@ -318,6 +317,7 @@ def test_an_acknowledgement_of_an_unsent_shard_is_rejected(
     assert replicator.held() == frozenset()
 
 
+@pytest.mark.parametrize("replicator", [0.5], indirect=True)
 def test_a_holder_that_takes_nothing_or_answers_malformed_messages_is_reported(
     replicator: Replicator, holder: Peer, tmp_path: Path
 ):
