@@ -21,7 +21,7 @@ test: $(READY)  ## tests that need no accelerator, but for the long ones
 	$(BIN)/python -m pytest -n 3 --dist worksteal
 
 # Ranks of several tests share two cores there, so a test that fails is run once more, alone, and must pass.
-test-ci: $(READY)  ## what CI runs: these and the tests in tests/long_tests.txt
+test-ci: $(READY)  ## what CI runs: these and the tests marked long
 	$(BIN)/python -m pytest -n 3 --dist worksteal -m "not slow and not gpu" || { \
 	echo "The tests that failed are run once more, alone. One that passes now depends on the load: mend it."; \
 	$(BIN)/python -m pytest -m "not slow and not gpu" --last-failed --last-failed-no-failures none; }

@@ -101,10 +101,15 @@ def test_a_relay_that_is_lost_while_all_is_well_changes_nothing(tmp_path: Path):
         assert job.lines() == []
 
 
+TOO_EARLY = pytest.mark.xfail(reason="a loss within the first steps is sometimes not reported", strict=False)
+
+
 @pytest.mark.long
-def test_a_machine_that_is_lost_is_named(tmp_path: Path):
+@pytest.mark.parametrize("early", [False, pytest.param(True, marks=[pytest.mark.slow, TOO_EARLY])])
+def test_a_machine_that_is_lost_is_named(tmp_path: Path, early: bool):
     with relayed_job(tmp_path) as job:
-        goes_on(job)  # a known defect: of a loss within the first steps, nothing may be reported
+        if not early:
+            goes_on(job)
         for rank in (3, 4, 5):
             os.kill(job.observers[rank], signal.SIGKILL)
             job.trainers[rank].kill()

@@ -1,5 +1,7 @@
-"""Starts and controls an observer process. Nothing here waits for one beyond a timeout, whatever has happened
-to it, and nothing imports torch.
+"""Starts and controls an observer process.
+
+Every call returns or raises within its timeout, even if the observer is stopped or dead. This module does not
+import torch.
 """
 
 from __future__ import annotations
@@ -200,7 +202,7 @@ class ObserverHandle:
             while rest:
                 if not _is_ready(self._input, select.POLLOUT, deadline):
                     raise self._error("does not read its input")
-                # A pipe that is writable takes this much at once: a stopped observer blocks nobody.
+                # A writable pipe accepts PIPE_BUF bytes at once, so a stopped observer does not block this.
                 rest = rest[os.write(self._input.fileno(), rest[: select.PIPE_BUF]) :]
         except (OSError, ValueError) as error:  # ValueError: the pipe is closed, since a restart failed
             raise self._error("is gone") from error
