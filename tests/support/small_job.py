@@ -163,11 +163,12 @@ class SmallJob:
                         self.steps[rank] += 1
                         chunk = chunk[:-1]
                     self._replies[rank] += chunk
-                if len(here) == self.size:
-                    for rank in sorted(here):
-                        order, self._orders[rank] = self._orders[rank], {}
+            if len(here) == self.size:
+                here.clear()
+                for rank in range(self.size):
+                    order, self._orders[rank] = self._orders[rank], {}
+                    with suppress(OSError):  # it may have ended since it arrived
                         self._ends[rank].sendall(json.dumps(order).encode() + b"\n")
-                    here.clear()
             if any(end.fileno() < 0 for end in self._ends):
                 return
 
