@@ -531,6 +531,34 @@ def test_a_lost_observer_neither_stops_training_nor_hides_a_hang(
     assert [incident.ranks for incident in incidents(tmp_path)] == [(2,)]
 
 
+def job_that_loses_a_rank_with_its_observer(rank: int, run_dir: Path) -> None:
+    """Does not close its session, as a script that ends with an exception."""
+    model = DistributedDataParallel(Net())
+    optimizer = torch.optim.AdamW(model.parameters())
+    session = enable_resiliency(model, optimizer, observer=QUICK, run_dir=run_dir)
+    try:
+        for step in steps():
+            if step == FAULTY_STEP and rank == 2:
+                os.kill(session._monitor.observer.pid, signal.SIGKILL)
+                os.kill(os.getpid(), signal.SIGKILL)
+            optimizer.zero_grad()
+            model(torch.randn(4, 16)).sum().backward()
+            optimizer.step()
+    except RuntimeError:
+        os._exit(1)
+
+
+def test_peers_of_a_rank_that_is_lost_with_its_observer_are_not_named(tmp_path: Path):
+    """Their trainers fail as they lose their connections, and nobody reports how the lost one ended."""
+    with pytest.raises(RankError, match="exited without an answer"):
+        run_ranks(job_that_loses_a_rank_with_its_observer, 4, tmp_path, timeout=60)
+    wait_for_incident(tmp_path)
+    (incident,) = incidents(tmp_path)
+    assert (incident.scope, incident.ranks) == (Scope.PROCESS_GROUP, (0, 1, 2, 3)), incident.sentence
+    assert incident.records[0].status == "inconclusive"
+    assert "Rank 2 did not answer: its trainer may have ended first." in incident.sentence
+
+
 NOBODY = -1
 
 

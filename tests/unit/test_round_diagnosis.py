@@ -149,8 +149,10 @@ def test_a_rank_that_diverged_is_named_although_the_library_ended_another():
     reports = {rank: report(rank, moving=True) for rank in range(SIZE)} | {2: report(2, last=8, moving=True)}
     alive = reports[1]
     reports[1] = replace(alive, gone_seconds=0.001, status=replace(alive.status, process=Process.GONE))
-    incident = conclude(reports, MESH)
-    assert (incident.ranks, incident.records[0].surface) == ((2,), "fingerprint/world")
+    without_a_report = {rank: each for rank, each in reports.items() if rank != 3}
+    for given in (reports, without_a_report):
+        incident = conclude(given, MESH)
+        assert (incident.ranks, incident.records[0].surface) == ((2,), "fingerprint/world")
 
 
 def test_a_diverged_group_is_undecided_only_once_no_moving_rank_can_join():
@@ -173,6 +175,34 @@ def test_a_diverged_group_is_undecided_only_once_no_moving_rank_can_join():
 def test_only_the_trainers_that_ended_first_are_named():
     reports = {0: report(0, moving=True), 1: gone(1, 0.5), 2: gone(2, 0.1), 3: gone(3, 0.499)}
     assert conclude(reports, MESH).ranks == (1, 3)
+
+
+def failed(rank: int, issued: int, **more: bool) -> RankReport:
+    """Its trainer ended a moment ago: in number 5, or before that."""
+    alive = report(rank, issued, stack="", gone_seconds=0.1, **more)
+    return replace(alive, status=replace(alive.status, process=Process.GONE))
+
+
+def test_trainers_that_ended_in_an_operation_with_an_absent_rank_are_not_named():
+    """As it was seen: rank 2 was killed with its observer, and its peers failed as they lost connections."""
+    incident = conclude({rank: failed(rank, 5) for rank in (0, 1, 3)}, MESH)
+    assert (incident.scope, incident.ranks) == (Scope.PROCESS_GROUP, (0, 1, 2, 3))
+    assert (incident.action, incident.records[0].status) == (Action.RESTART, "inconclusive")
+    assert incident.sentence == (
+        "The trainers of ranks 0, 1, 3 ended before they had finished. "
+        "Rank 2 did not answer: its trainer may have ended first."
+    )
+
+
+@pytest.mark.parametrize("ended", [failed(1, 4), failed(1, 5, was_killed=True)], ids=["outside", "killed"])
+def test_a_trainer_that_ended_for_another_reason_is_named_although_a_rank_is_absent(ended: RankReport):
+    incident = conclude({0: report(0, moving=True), 1: ended, 3: report(3, moving=True)}, MESH)
+    assert (incident.scope, incident.ranks) == (Scope.RANK, (1,))
+
+
+def test_a_trainer_that_ended_in_an_operation_is_named_if_all_others_answer():
+    incident = conclude(round_of(failed(1, 5)), MESH)
+    assert (incident.scope, incident.ranks) == (Scope.RANK, (1,))
 
 
 @pytest.mark.parametrize(

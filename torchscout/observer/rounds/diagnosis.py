@@ -15,6 +15,7 @@ from typing import Any
 from torchscout.decision.consensus.rules import Status, Verdict
 from torchscout.decision.hang.diagnosis import diagnose, explain
 from torchscout.decision.hang.evidence import HangEvidence
+from torchscout.decision.hang.table import NOTHING
 from torchscout.decision.progress import Phase, Process, RankStatus
 from torchscout.decision.records.record import Action, EvidenceRecord, Incident, Manifestation, Scope
 from torchscout.decision.straggler.diagnosis import PhaseDiagnosis
@@ -53,15 +54,19 @@ def conclude(reports: Mapping[int, RankReport], mesh: Mesh, *, insistent: bool =
     lost = _lost_machines(posted, mesh) if gone else ()
     if moving and not insistent and not gone:
         return None
-    incident = explain(HangEvidence(table_of(posted), mesh))
+    evidence = HangEvidence(table_of(posted), mesh)
+    incident = explain(evidence)
     if moving and not insistent and incident is not None and _is_undecided(incident):
         return None
-    if gone and not _explains(incident, lost or gone, moving=moving):
+    is_protocol = incident is not None and _is_about_protocol(incident)
+    if not (lost or is_protocol) and (group := _left_by_absent(posted, gone, evidence)):
+        incident = _undecided_departure(_departure(posted, gone, mesh), group, evidence)
+    elif gone and not _explains(incident, lost or gone, moving=moving):
         incident = _departure(posted, lost or gone, mesh)
     if incident is None or _is_excused(incident, posted):
         return None
     if incident.action is Action.REPLACE and 2 * len(posted) < len(mesh):
-        incident = _undecided(incident, posted, mesh)
+        incident = _cut_off(incident, posted, mesh)
     return replace(incident, records=(*incident.records, *_shown(posted, incident)))
 
 
@@ -135,23 +140,60 @@ def _lost_machines(reports: Reports, mesh: Mesh) -> list[int]:
     return sorted(rank for host in silent for rank in mesh.ranks_on(host))
 
 
-def _undecided(incident: Incident, reports: Reports, mesh: Mesh) -> Incident:
+def _left_by_absent(reports: Reports, gone: Sequence[int], evidence: HangEvidence) -> set[int]:
+    """Return the members of the operations in which these trainers ended, if absent ranks may have caused
+    that: a trainer that is lost together with its observer breaks the connections of its peers."""
+    operations = evidence.columns.last_event[list(gone)]
+    if NOTHING in operations or any(reports.says(rank, "was_killed") for rank in gone):
+        return set()
+    members = set[int]()
+    for line in set(evidence.line_of(operations).tolist()):
+        joined = evidence.members.rank[evidence.members.of_line(line)].tolist()
+        if evidence.unheard.isdisjoint(joined):
+            return set()
+        members.update(joined)
+    return members
+
+
+def _undecided_departure(incident: Incident, members: set[int], evidence: HangEvidence) -> Incident:
+    """Return the departure without a name, as a group with absent members that stalls; see [Note: Absence]
+    in ``hang.evidence``."""
+    absent = sorted(evidence.unheard & members)
+    theirs = "its trainer" if len(absent) == 1 else "one of their trainers"
+    doubt = f"{named(absent)} did not answer: {theirs} may have ended first"
+    return _undecided(
+        incident,
+        Scope.PROCESS_GROUP,
+        tuple(sorted(members)),
+        Action.RESTART,
+        f"{incident.sentence} {sentences(doubt)}",
+        evidence.mesh,
+    )
+
+
+def _cut_off(incident: Incident, reports: Reports, mesh: Mesh) -> Incident:
     """Return the incident without a name: a minority cannot tell whether the others are gone, or whether it
     is itself cut off from them."""
+    answered = f"only {len(reports)} of {len(mesh)} ranks answered"
+    sentence = sentences(answered, "the others are gone, or these are cut off from them")
+    return _undecided(incident, Scope.JOB, tuple(range(len(mesh))), Action.INSPECT, sentence, mesh)
+
+
+def _undecided(
+    incident: Incident, scope: Scope, ranks: tuple[int, ...], action: Action, sentence: str, mesh: Mesh
+) -> Incident:
     deciding = incident.records[0]
     if deciding.verdict is not None:
         verdict = Verdict(Status.INCONCLUSIVE, (), deciding.verdict.evidence)
         deciding = replace(deciding, verdict=verdict)
-    everybody = tuple(range(len(mesh)))
-    answered = f"only {len(reports)} of {len(mesh)} ranks answered"
     return replace(
         incident,
-        scope=Scope.JOB,
-        ranks=everybody,
-        hosts=mesh.hosts_of(everybody),
+        scope=scope,
+        ranks=ranks,
+        hosts=mesh.hosts_of(ranks),
         records=(deciding, *incident.records[1:]),
-        action=Action.INSPECT,
-        sentence=sentences(answered, "the others are gone, or these are cut off from them"),
+        action=action,
+        sentence=sentence,
     )
 
 
