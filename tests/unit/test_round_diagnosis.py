@@ -37,8 +37,9 @@ def report(rank: int, issued: int = 5, *, stack: str = "File ...", last: int = 7
     return RankReport(RankStatus(rank, Process.RUNNING, progress, stack=stack), (WORLD,), **more)
 
 
-def gone(rank: int, seconds: float) -> RankReport:
-    alive = report(rank, 4, stack="", gone_seconds=seconds)
+def gone(rank: int, seconds: float, issued: int = 4, **more: bool) -> RankReport:
+    """Its trainer ended outside of any operation, or with ``issued=5`` in that one."""
+    alive = report(rank, issued, stack="", gone_seconds=seconds, **more)
     return replace(alive, status=replace(alive.status, process=Process.GONE))
 
 
@@ -177,15 +178,9 @@ def test_only_the_trainers_that_ended_first_are_named():
     assert conclude(reports, MESH).ranks == (1, 3)
 
 
-def failed(rank: int, issued: int, **more: bool) -> RankReport:
-    """Its trainer ended a moment ago: in number 5, or before that."""
-    alive = report(rank, issued, stack="", gone_seconds=0.1, **more)
-    return replace(alive, status=replace(alive.status, process=Process.GONE))
-
-
 def test_trainers_that_ended_in_an_operation_with_an_absent_rank_are_not_named():
     """As it was seen: rank 2 was killed with its observer, and its peers failed as they lost connections."""
-    incident = conclude({rank: failed(rank, 5) for rank in (0, 1, 3)}, MESH)
+    incident = conclude({rank: gone(rank, 0.1, issued=5) for rank in (0, 1, 3)}, MESH)
     assert (incident.scope, incident.ranks) == (Scope.PROCESS_GROUP, (0, 1, 2, 3))
     assert (incident.action, incident.records[0].status) == (Action.RESTART, "inconclusive")
     assert incident.sentence == (
@@ -194,14 +189,16 @@ def test_trainers_that_ended_in_an_operation_with_an_absent_rank_are_not_named()
     )
 
 
-@pytest.mark.parametrize("ended", [failed(1, 4), failed(1, 5, was_killed=True)], ids=["outside", "killed"])
+@pytest.mark.parametrize(
+    "ended", [gone(1, 0.1), gone(1, 0.1, issued=5, was_killed=True)], ids=["outside", "killed"]
+)
 def test_a_trainer_that_ended_for_another_reason_is_named_although_a_rank_is_absent(ended: RankReport):
     incident = conclude({0: report(0, moving=True), 1: ended, 3: report(3, moving=True)}, MESH)
     assert (incident.scope, incident.ranks) == (Scope.RANK, (1,))
 
 
 def test_a_trainer_that_ended_in_an_operation_is_named_if_all_others_answer():
-    incident = conclude(round_of(failed(1, 5)), MESH)
+    incident = conclude(round_of(gone(1, 0.1, issued=5)), MESH)
     assert (incident.scope, incident.ranks) == (Scope.RANK, (1,))
 
 
