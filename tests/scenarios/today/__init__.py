@@ -1,0 +1,1 @@
+"""The adapters: the only modules of the tables that import torchscout."""
