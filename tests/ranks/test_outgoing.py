@@ -139,8 +139,8 @@ def test_a_due_write_completes_once_copies_of_others_are_in_files(side: Side):
     assert outgoing.problems() == []
 
 
-def test_a_missing_copy_does_not_prevent_writes(side: Side):
+def test_a_missing_copy_is_reported_and_does_not_prevent_the_own_file(side: Side):
     outgoing = side.outgoing(1)
     outgoing.take(side.captured(2), is_due=True)
-    until(lambda: outgoing.is_written(Generation(2)), "its own file is there")
-    assert "the copy of rank 1's step 2 did not arrive" in outgoing.problems()
+    until(shards.path_of(side.folder / "disk", identity(0, 2), 0).exists, "its own file is there")
+    until(lambda: "the copy of rank 1's step 2 did not arrive" in outgoing.problems(), "it is reported")
