@@ -117,9 +117,7 @@ def test_open_operations_of_the_flight_recorder_are_in_the_incident():
 
 
 def test_the_first_round_blames_nobody_while_a_rank_moves():
-    reports = round_of(report(2, 4, moving=True))
-    assert conclude(reports, MESH) is None
-    assert conclude(reports, MESH, insistent=True).ranks == (2,)
+    assert conclude(round_of(report(2, 4, moving=True)), MESH) is None
 
 
 @pytest.mark.parametrize("insistent", [False, True])
@@ -132,8 +130,8 @@ def test_an_excused_rank_is_blamed_if_a_waiting_rank_is_close_to_its_timeout():
     assert conclude(reports, MESH).ranks == (2,)
 
 
-def test_a_rank_is_blamed_together_with_an_excused_one():
-    assert conclude(round_of(report(1, 4), report(2, 4, excused=True)), MESH).ranks == (1, 2)
+def test_an_excused_rank_does_not_cover_for_a_late_one():
+    assert 1 in conclude(round_of(report(1, 4), report(2, 4, excused=True)), MESH).ranks
 
 
 def test_a_rank_that_ended_is_named_while_all_others_move():

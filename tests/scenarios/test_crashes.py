@@ -1,0 +1,214 @@
+"""A trainer ended before it had finished: who ended of itself, and who only because of that."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.scenarios.paper import Job, one_each, replicas, two_each
+from tests.scenarios.rows import Either, Row, cases, check, crash, either, hang, wrong_today
+from tests.scenarios.today import rounds
+
+EVERYBODY = (0, 1, 2, 3)
+
+
+def on_one_machine(*ranks: int) -> Either:
+    """All trainers of a machine ended: the machine is to be looked at, or replaced."""
+    return either(*([crash(ranks, "machine", action)] for action in ("inspect", "preflight", "replace")))
+
+
+def waiting_for(late: int, phase: str = "forward") -> Job:
+    job = replicas().work(phase, late)
+    return job.enter("world", *job.all_but(late))
+
+
+def with_a_timeout_of_60_s() -> Job:
+    return Job(replica=4, machines=two_each(4)).group("world", *EVERYBODY, timeout=60).steps(3)
+
+
+def after_a_hang_that_is_over() -> Job:
+    """Rank 2 slept for 9 s, was named, and went on; since then there were 80 steps within a second."""
+    job = replicas().enter("world", 0, 1, 3).work("input", 2).ask(6).seconds(3)
+    return job.enter("world", 2).finish_step().steps(80).seconds(0.8).work("forward", *EVERYBODY)
+
+
+ROWS = [
+    # One ends.
+    Row(
+        "a rank is killed while all others go on",
+        given=replicas().work("forward", *EVERYBODY).end("killed", 1).ask(0.1),
+        must_come=[crash([1], "rank", "restart")],
+    ),
+    Row(
+        "a rank fails with an exception, and the others wait for it",
+        given=waiting_for(2).end("failed", 2).ask(),
+        must_come=[crash([2], "rank", "restart")],
+    ),
+    Row(
+        "a rank ends inside the operation that all have entered",
+        given=replicas().enter("world", *EVERYBODY).end("failed", 2).ask(),
+        must_come=[crash([2], "rank", "restart")],
+    ),
+    Row(
+        "a rank issues operations ahead of the others, and ends",
+        given=replicas().enter("world", *EVERYBODY).post("world", 3).post("world", 3).end("killed", 3).ask(),
+        must_come=[crash([3], "rank", "restart")],
+    ),
+    Row(
+        "the only trainer of a machine ends: its observer answers, so the machine is there",
+        given=replicas(machines=one_each(4)).enter("world", 0, 1, 3).end("failed", 2).ask(),
+        must_come=[crash([2], "rank", "restart")],
+    ),
+    Row(
+        "a rank is killed while another one is late",
+        given=replicas(machines=one_each(4))
+        .enter("world", 0, 1)
+        .work("input", 3)
+        .seconds(6)
+        .end("killed", 2)
+        .ask(3),
+        must_come=either(
+            [crash([2], "rank", "restart")],
+            [crash([2], "rank", "restart"), hang([3], "rank", "restart")],
+            [hang([2, 3], "rank", "restart")],
+        ),
+        never=[0, 1],
+    ),
+    # One ends, and others because of it.
+    Row(
+        "the launcher ends all others soon after one has failed",
+        given=waiting_for(2).end("failed", 2).seconds(0.1).end("asked", 0, 1, 3).ask(0.5),
+        must_come=[crash([2], "rank", "restart")],
+    ),
+    Row(
+        "a rank is killed, and those that lose their connection fail within milliseconds",
+        given=waiting_for(1).seconds(1).end("failed", 0, 2).end("killed", 1).ask(0.1),
+        must_come=[crash([1], "rank", "restart")],
+    ),
+    Row(
+        "a rank is killed, another one fails because of it, and the other's observer answers 0.1 s late",
+        given=waiting_for(0)
+        .seconds(1)
+        .end("killed", 0)
+        .seconds(0.05)
+        .end("failed", 1)
+        .answer_late(1, 0.1)
+        .ask(0.5),
+        must_come=[crash([0], "rank", "restart")],
+        never=[1, 2, 3],
+        wrong=wrong_today("observer H2", says=[crash([1], "rank", "restart")]),
+    ),
+    Row(
+        "the end of a killed rank is seen half a second after its peer has failed because of it",
+        given=waiting_for(0).seconds(1).end("failed", 1).seconds(0.5).end("killed", 0).ask(0.5),
+        must_come=[crash([0], "rank", "restart")],
+        never=[1, 2, 3],
+        wrong=wrong_today("observer H2", says=[crash([1], "rank", "restart")]),
+    ),
+    Row(
+        "nobody knows how a rank ended; another one ended in an operation that the first had not entered",
+        given=waiting_for(0)
+        .seconds(1)
+        .end("unknown", 0)
+        .seconds(0.05)
+        .end("failed", 1)
+        .answer_late(1, 0.1)
+        .ask(0.5),
+        must_come=[crash([0], "rank", "restart")],
+        never=[1, 2, 3],
+        wrong=wrong_today("observer H2", says=[crash([1], "rank", "restart")]),
+    ),
+    Row(
+        "a rank leaves because the job restarts, and others fail as they lose it",
+        given=replicas()
+        .work("forward", *EVERYBODY)
+        .leave_for_restart(1)
+        .seconds(0.3)
+        .end("failed", 0)
+        .work("forward", 2, 3)
+        .ask(0.1),
+        must_come=[],
+    ),
+    # Several end.
+    Row(
+        "two ranks of two machines are killed together",
+        given=replicas().work("forward", *EVERYBODY).end("killed", 1, 2).ask(0.1),
+        must_come=[crash([1, 2], "rank", "restart")],
+    ),
+    Row(
+        "both ranks of a machine are killed together while the others go on",
+        given=replicas().work("forward", *EVERYBODY).end("killed", 2, 3).ask(0.1),
+        must_come=on_one_machine(2, 3),
+    ),
+    Row(
+        "both ranks of a machine have ended, and all others wait for them",
+        given=replicas().enter("world", 0, 1).end("failed", 2, 3).ask(),
+        must_come=on_one_machine(2, 3),
+    ),
+    Row(
+        "all ranks fail together",
+        given=replicas().work("forward", *EVERYBODY).end("failed", *EVERYBODY).ask(0.5),
+        must_come=[crash(EVERYBODY, "job", "restart")],
+    ),
+    # The library ends ranks that wait, not the one that they wait for.
+    Row(
+        "a timeout ends two of the ranks that wait for a late one",
+        given=with_a_timeout_of_60_s()
+        .enter("world", 0, 1, 3)
+        .work("input", 2)
+        .seconds(60)
+        .end("failed", 0, 1)
+        .ask(0.5),
+        must_come=[hang([2], "rank", "restart")],
+    ),
+    Row(
+        "a timeout ends the ranks that have waited only after the late one has come",
+        given=with_a_timeout_of_60_s()
+        .enter("world", 0, 1, 3)
+        .work("input", 2)
+        .seconds(60)
+        .enter("world", 2)
+        .enter("world", *EVERYBODY)
+        .seconds(0.5)
+        .end("failed", 0, 1)
+        .ask(0.2),
+        must_come=[hang([2], "rank", "restart")],
+    ),
+    Row(
+        "a rank ends after a long silence of its own",
+        given=with_a_timeout_of_60_s()
+        .enter("world", 0, 1, 3)
+        .work("input", 2)
+        .seconds(30)
+        .end("failed", 2)
+        .ask(0.5),
+        must_come=[crash([2], "rank", "restart")],
+    ),
+    Row(
+        "a timeout ends all ranks, which have all entered the operation",
+        given=with_a_timeout_of_60_s()
+        .enter("world", *EVERYBODY)
+        .seconds(60)
+        .end("failed", *EVERYBODY)
+        .ask(0.5),
+        must_come=[crash(EVERYBODY, "job", "restart")],
+    ),
+    # After something else.
+    Row(
+        "a rank is killed a second after another one's hang is over",
+        given=after_a_hang_that_is_over().enter("world", 0, 2, 3).end("killed", 1).ask(0.5),
+        must_come=[crash([1], "rank", "restart")],
+        never=[0, 3],
+        wrong=wrong_today("seen", says=[hang([2], "rank", "restart")]),
+    ),
+    Row(
+        "a rank is killed a second after its own hang is over",
+        given=after_a_hang_that_is_over().enter("world", 0, 1, 3).end("killed", 2).ask(0.5),
+        must_come=[crash([2], "rank", "restart")],
+    ),
+]
+
+
+@pytest.mark.parametrize("row", cases(ROWS))
+def test_crashes(row: Row):
+    *on_the_way, answer = rounds.conclusions(row.given)
+    check(row, answer, on_the_way=on_the_way)
