@@ -21,8 +21,8 @@ def waiting_for(late: int, phase: str = "forward") -> Job:
     return job.enter("world", *job.all_but(late))
 
 
-def with_a_timeout_of_60_s() -> Job:
-    return Job(replica=4, machines=two_each(4)).group("world", *EVERYBODY, timeout=60).steps(3)
+def with_a_timeout_of(seconds: float) -> Job:
+    return Job(replica=4, machines=two_each(4)).group("world", *EVERYBODY, timeout=seconds).steps(3)
 
 
 def after_a_hang_that_is_over() -> Job:
@@ -152,7 +152,7 @@ ROWS = [
     # The library ends ranks that wait, not the one that they wait for.
     Row(
         "a timeout ends two of the ranks that wait for a late one",
-        given=with_a_timeout_of_60_s()
+        given=with_a_timeout_of(60)
         .enter("world", 0, 1, 3)
         .work("input", 2)
         .seconds(60)
@@ -162,7 +162,7 @@ ROWS = [
     ),
     Row(
         "a timeout ends the ranks that have waited only after the late one has come",
-        given=with_a_timeout_of_60_s()
+        given=with_a_timeout_of(60)
         .enter("world", 0, 1, 3)
         .work("input", 2)
         .seconds(60)
@@ -174,8 +174,49 @@ ROWS = [
         must_come=[hang([2], "rank", "restart")],
     ),
     Row(
+        "the same, and they have waited for two more seconds since the late one has come",
+        given=with_a_timeout_of(60)
+        .enter("world", 0, 1, 3)
+        .work("input", 2)
+        .seconds(60)
+        .enter("world", 2)
+        .enter("world", *EVERYBODY)
+        .seconds(2)
+        .end("failed", 0, 1)
+        .ask(0.2),
+        must_come=[hang([2], "rank", "restart")],
+        never=[0, 1, 3],
+        wrong=wrong_today("seen", says=[crash([0, 1], "machine", "inspect")]),
+    ),
+    Row(
+        "a timeout of 4 s, less than any silence that is reported, ends two of the ranks that wait",
+        given=with_a_timeout_of(4)
+        .enter("world", 0, 1, 3)
+        .work("input", 2)
+        .seconds(4)
+        .end("failed", 0, 1)
+        .ask(0.5),
+        must_come=[hang([2], "rank", "restart")],
+        never=[0, 1, 3],
+        wrong=wrong_today("seen", says=[hang([0, 1, 2], "rank", "restart")]),
+    ),
+    Row(
+        "a timeout of 6 s ends three ranks that wait, one of which has come 3 s after the others",
+        given=with_a_timeout_of(6)
+        .enter("world", 0, 1)
+        .work("input", 2)
+        .seconds(3)
+        .enter("world", 3)
+        .seconds(3)
+        .end("failed", 0, 1, 3)
+        .ask(0.5),
+        must_come=[hang([2], "rank", "restart")],
+        never=[0, 1, 3],
+        wrong=wrong_today("seen", says=[crash([0, 1, 3], "rank", "restart")]),
+    ),
+    Row(
         "a rank ends after a long silence of its own",
-        given=with_a_timeout_of_60_s()
+        given=with_a_timeout_of(60)
         .enter("world", 0, 1, 3)
         .work("input", 2)
         .seconds(30)
@@ -185,11 +226,7 @@ ROWS = [
     ),
     Row(
         "a timeout ends all ranks, which have all entered the operation",
-        given=with_a_timeout_of_60_s()
-        .enter("world", *EVERYBODY)
-        .seconds(60)
-        .end("failed", *EVERYBODY)
-        .ask(0.5),
+        given=with_a_timeout_of(60).enter("world", *EVERYBODY).seconds(60).end("failed", *EVERYBODY).ask(0.5),
         must_come=[crash(EVERYBODY, "job", "restart")],
     ),
     # After something else.

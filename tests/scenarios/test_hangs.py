@@ -486,6 +486,13 @@ ROWS = [
         never=[0, 1, 2],
         wrong=wrong_today("observer H5", says=[hang(EVERYBODY, "process group", "inspect")]),
     ),
+    Row(
+        "all ranks have entered one all-reduce, without stacks; the library had refused an earlier one of one",
+        given=replicas(stacks="none").refused("world", 3).steps(2).enter("world", *EVERYBODY).ask(),
+        must_come=stuck(EVERYBODY),
+        never=EVERYBODY,
+        wrong=wrong_today("observer H5", says=[hang([0, 1, 2], "rank", "restart")]),
+    ),
 ]
 
 

@@ -137,6 +137,22 @@ ROWS = [
         wrong=wrong_today("observer H1", says=[lost([2, 3], "rank", "replace")]),
     ),
     Row(
+        "the same, and no stack shows who waits",
+        given=confirmed(
+            Job(replica=4, machines=one_each(4), stacks="none")
+            .steps(2)
+            .enter("world", 0, 1)
+            .work("input", 3)
+            .no_answer(2)
+        ),
+        must_come=either(
+            [lost([2], "machine", "replace"), hang([3], "rank", "restart")],
+            [hang([3], "rank", "restart"), lost([2], "machine", "replace")],
+        ),
+        never=[0, 1],
+        wrong=wrong_today("seen", says=[lost([2], "machine", "replace")]),
+    ),
+    Row(
         "the observer of a machine of one rank is gone, and its machine is up: it is not replaced",
         given=confirmed(
             replicas(machines=one_each(4)).enter("world", 0, 1, 3).no_answer(2, connection="closed")
