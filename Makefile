@@ -9,7 +9,7 @@ GPU_PYTHON ?= python3
 # Many containers set this. The tests start thousands of processes, and each would compile all it imports.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test test-ci test-slow test-gpu test-gpu-slow check audit fuzz soak chaos docs format clean
+.PHONY: help demo test test-ci test-slow test-gpu test-gpu-slow check audit mutants fuzz soak chaos docs format clean
 
 help:  ## what there is to run
 	@awk -F':.*## *' '/^[a-z-]+:.*##/ {printf "make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -30,10 +30,13 @@ test-slow: $(READY)  ## those that CI does not run either
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m slow
 
 test-gpu:  ## tests on a CUDA device, with GPU_PYTHON; NCCL tests need 4 devices or NCCL 2.30
-	$(GPU_PYTHON) -m pytest -m "gpu and not slow" -rs tests/gpu
+	$(GPU_PYTHON) -m pytest -m "gpu and not slow" -rs tests/gpu tests/scenarios
 
 test-gpu-slow:  ## the long ones of them: healthy jobs over 2,000 steps
 	$(GPU_PYTHON) -m pytest -m "gpu and slow" -rs tests/gpu
+
+mutants: $(READY)  ## faults built into the product one by one, as tests/mutants.toml says: tests must notice
+	$(BIN)/python tools/mutants.py
 
 # In shared memory, where a file that is written again and again costs no disk access. Few arenas of malloc, since
 # what threads that have ended leave to it counts as memory in use.

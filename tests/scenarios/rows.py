@@ -127,7 +127,7 @@ class Row:
 def cases(rows: Iterable[Row]) -> list[Any]:
     """The parameters of a table's test: one case a row."""
     return [
-        pytest.param(row, id=_id(row.name), marks=[*row.marks, *([row.wrong.mark] if row.wrong else [])])
+        pytest.param(row, id=case_id(row.name), marks=[*row.marks, *([row.wrong.mark] if row.wrong else [])])
         for row in rows
     ]
 
@@ -157,5 +157,5 @@ def _named(answer: Any) -> frozenset[int]:
     return frozenset().union(*(each.named for each in findings if isinstance(each, Finding)))
 
 
-def _id(name: str) -> str:
+def case_id(name: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")

@@ -487,7 +487,7 @@ ROWS = [
         wrong=wrong_today("observer H5", says=[hang(EVERYBODY, "process group", "inspect")]),
     ),
     Row(
-        "all ranks have entered one all-reduce, without stacks; the library had refused an earlier one of one",
+        "all ranks have entered one all-reduce, without stacks; one rank had been refused an earlier one",
         given=replicas(stacks="none").refused("world", 3).steps(2).enter("world", *EVERYBODY).ask(),
         must_come=stuck(EVERYBODY),
         never=EVERYBODY,

@@ -318,6 +318,16 @@ HISTORIES = [
         must_come=["restart", "restart", "restart", "stop"],
     ),
     Row(
+        "ranks of three machines are late at one step, one after the other: restarts do not help there",
+        given=after(*(late(rank, 40, machines=ONE_EACH) for rank in range(3))),
+        must_come=["restart", "restart", "stop"],
+    ),
+    Row(
+        "a rank is late after three restarts, past the step of the last two",
+        given=after(*(late(rank, step, machines=ONE_EACH) for rank, step in enumerate((50, 45, 40, 47)))),
+        must_come=["restart"] * 4,
+    ),
+    Row(
         "a rank is late after three restarts, at a step to which the job had not come before",
         given=after(*(late(rank, step, machines=ONE_EACH) for rank, step in enumerate((50, 45, 40, 51)))),
         must_come=["restart", "restart", "restart", "restart"],
