@@ -55,7 +55,7 @@ HOSTS = {0: "nothing", 2: "refused", 3: "replace", 4: "stopped"}
 
 
 def scout(*arguments: str | Path) -> Result:
-    result = CliRunner().invoke(app, [*map(str, arguments)])
+    result = CliRunner().invoke(app, [*map(str, arguments)], env={"COLUMNS": "200"})  # no line is folded
     assert isinstance(result.exception, SystemExit | KeyboardInterrupt | None), result.exc_info
     return result
 
