@@ -445,6 +445,7 @@ ROWS = [
         ),
         must_come=[TRAINED] * 3,
         wrong=wrong_today("checkpoint B1", says=[CHANGED] * 3),
+        marks=[pytest.mark.long],
     ),
     Row(
         "the last step has a check; then the script casts the model to half precision and ends",

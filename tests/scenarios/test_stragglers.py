@@ -242,6 +242,7 @@ FOUR = job(replica=4)
 PAIRS = job(replica=3, tensor=2, ranks_on_machine=2)
 """Tensor-parallel pairs (0, 1), (2, 3) and (4, 5), each on a machine."""
 
+LONG = [pytest.mark.long]
 ROWS = [
     # Who computes slowly.
     Row(
@@ -328,14 +329,14 @@ ROWS = [
         "real ranks: a rank is slow only when each layer is repeated for the first time, as when it compiles",
         given=RealJob(ranks=3, steps=5, slow_rank=2, slow_steps=range(1, 3)),
         must_come=[],
-        marks=[pytest.mark.long],
+        marks=LONG,
     ),
     Row(
         "real ranks: a rank is slow for as many checks, after that",
         given=RealJob(ranks=3, steps=5, slow_rank=2, slow_steps=range(3, 5)),
         must_come=slow_ranks(2),
         never=[0, 1],
-        marks=[pytest.mark.long],
+        marks=LONG,
     ),
     # Slow communication: it delays all members, so that only what slow groups have in common names anybody.
     Row(
@@ -465,6 +466,7 @@ ROWS = [
         "the paper's figure is healthy for 600 checks",
         given=replace(paper_figure(), jitter=0.03).checks(600),
         must_come=[],
+        marks=LONG,
     ),
     Row(
         "eight replicas are healthy for 600 checks, with 10% noise and another length in each",
@@ -476,6 +478,7 @@ ROWS = [
             f"{name} are healthy, with 6% noise, and make six checks each",
             given=Rate(job(jitter=0.06, **degrees).checks(6), jobs),
             must_come="within the promised rate",
+            marks=LONG,
             wrong=wrong_today("observer R3", says="more than ten times the promised rate") if wrong else None,
         )
         for name, degrees, jobs, wrong in (
@@ -490,6 +493,7 @@ ROWS = [
         given=Memory(job(replica=3, tensor=2).checks(600, *lengths(600))),
         must_come="bounded",
         wrong=wrong_today("observer R2", says="grows with every length"),
+        marks=LONG,
     ),
 ]
 
