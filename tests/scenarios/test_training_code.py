@@ -95,6 +95,11 @@ ROWS = [
         must_come=CHECKED,
     ),
     Row(
+        "layers drop out, keep statistics of their batches, and draw from Python, NumPy and PyTorch",
+        given=Program(programs.draws_and_keeps_statistics),
+        must_come=CHECKED,
+    ),
+    Row(
         "an exception after the forward pass is caught, and the next batch is taken",
         given=Program(programs.catches_an_exception),
         must_come=CHECKED,

@@ -7,10 +7,12 @@ They know nothing of torchscout. A program calls ``attach`` where a user would a
 from __future__ import annotations
 
 import copy
+import random
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -200,6 +202,30 @@ def ties_its_weights(job: Job) -> None:
     network = Network()
     network.output.weight = network.tokens.weight
     train(job, network)
+
+
+class RandomBlock(Block):
+    """Drops out, and draws from the generators of Python and NumPy; its statistics are buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.statistics, self.dropout = nn.BatchNorm1d(WIDTH), nn.Dropout(0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.dropout(self.statistics(super().forward(x))) * random.random() * np.random.random()
+
+
+def draws_and_keeps_statistics(job: Job) -> None:
+    random.seed(job.rank)
+    np.random.seed(job.rank)
+    torch.manual_seed(job.rank)
+    network = Network(RandomBlock)
+
+    def note(_: nn.Module) -> None:
+        statistics = [each.clone() for each in network.buffers()]
+        job.keep([random.random(), np.random.random(), torch.rand(1), *statistics])
+
+    train(job, network, after=note)
 
 
 def catches_an_exception(job: Job) -> None:

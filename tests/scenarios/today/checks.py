@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -119,8 +120,9 @@ def _as_process(rank: int, job: Job, run_dir: Path) -> _Seen:
     def wrap(net: Net) -> nn.Module:
         if job.layout == "DDP":
             return DistributedDataParallel(net)
+        mesh = init_device_mesh("cpu", (job.ranks,))  # also where there is a GPU
         for each in (*net.stack, net):
-            fully_shard(each)
+            fully_shard(each, mesh=mesh)
         return net
 
     def attach(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
