@@ -58,7 +58,7 @@ class Job:
     """How often the job is run unless it is answered wrongly before, where that happens by chance."""
 
 
-class Told(NamedTuple):
+class Notified(NamedTuple):
     """What people learn who do not look into the run directory: the ranks that are named."""
 
     webhook: Sequence[int]
@@ -121,8 +121,8 @@ ROWS = [
     Row(
         "a rank is killed under torchrun",
         given=Launched(job(killed(1, 10), ranks=2, runs=4)),
-        must_come=Told(webhook=[1], output=[1], last_line=NOT_THAT),
-        wrong=wrong_today("seen", says=Told(webhook=[], output=[], last_line="no incidents")),
+        must_come=Notified(webhook=[1], output=[1], last_line=NOT_THAT),
+        wrong=wrong_today("seen", says=Notified(webhook=[], output=[], last_line="no incidents")),
     ),
     Row(
         "the observer of a rank is killed until it is not started again",
@@ -143,7 +143,7 @@ def test_faulty_jobs(row: Row, tmp_path: Path):
     for number in range(given.runs):
         folder = tmp_path / str(number)
         if is_launched:
-            answer = Told(*jobs.told(given, folder))
+            answer = Notified(*jobs.notified(given, folder))
         elif isinstance(row.must_come, Known):
             answer = Known(*jobs.known(given, folder))
         else:

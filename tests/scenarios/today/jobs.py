@@ -65,7 +65,7 @@ def reported(job: Job, folder: Path) -> list[Finding]:
     return [finding_of(each) for each in incidents(folder / "run")]
 
 
-def told(job: Job, folder: Path) -> tuple[list[int], list[int], str]:
+def notified(job: Job, folder: Path) -> tuple[list[int], list[int], str]:
     """Run a job under torchrun; return the ranks that are named to a webhook and in the job's output, and
     what rank 0 says of incidents in its last line."""
     folder.mkdir()
