@@ -303,6 +303,13 @@ ROWS = [
         must_come=[straggler([0, 1], "peer group", "inspect")],
         never=[0, 1],
     ),
+    Row(
+        "two of four ranks become slow after a healthy time: there is no majority, and half is not all",
+        given=FOUR.checks(12).checks(6, slow={2: 2.0, 3: 2.0}),
+        must_come=either([], [straggler(range(4), "peer group", "inspect")], slow_ranks(2, 3)),
+        never=[0, 1],
+        wrong=wrong_today("seen", says=[straggler([], "job", "inspect")]),
+    ),
     # Who is not slow: it does not matter, does not last, or is not comparable.
     Row(
         "a rank is slow in one check, and in every fifth one",

@@ -100,6 +100,12 @@ ROWS = [
         must_come=CHECKED,
     ),
     Row(
+        "layers take a number that was expanded to one element, with a stride of 0",
+        given=Program(programs.passes_an_expanded_number),
+        must_come=CHECKED,
+        wrong=wrong_today("seen", says=Outcome(checks="some")),
+    ),
+    Row(
         "an exception after the forward pass is caught, and the next batch is taken",
         given=Program(programs.catches_an_exception),
         must_come=CHECKED,

@@ -228,6 +228,20 @@ def draws_and_keeps_statistics(job: Job) -> None:
     train(job, network, after=note)
 
 
+class ScaledBlock(Block):
+    def forward(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return super().forward(x * scale)
+
+
+class ScaledNetwork(Network):
+    def call(self, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return layer(x, torch.tensor(0.5).expand(1))
+
+
+def passes_an_expanded_number(job: Job) -> None:
+    train(job, ScaledNetwork(ScaledBlock))
+
+
 def catches_an_exception(job: Job) -> None:
     def loss(model: nn.Module, step: int, rank: int) -> torch.Tensor:
         try:
