@@ -138,6 +138,7 @@ def _mark(folder: Path, fault: Fault) -> Path:
 
 def _rank(rank: int, job: Job, folder: Path) -> None:
     """One rank, which ends like a script: it writes to the job's output, and an exception ends it."""
+    os.sched_setaffinity(0, {*sorted(os.sched_getaffinity(0))[: job.cores]})
     output = os.open(folder / "output", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     os.dup2(output, 1)
     os.dup2(output, 2)
