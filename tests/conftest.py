@@ -1,26 +1,23 @@
-"""Marks tests by the lists next to this file.
+"""Marks single cases of a parametrized test, next to it: by patterns of their ids.
 
-``slow_variants.txt``: CI runs a quicker test of the same kind. ``long_tests.txt``: tests that take about
-nine seconds, elapsed or of CPU time. They run in CI; with them, ``make test`` would take more than 12
-minutes.
+``slow_cases("zero-3*")`` and ``long_cases(...)`` mark the cases that match, ``slow_except(...)`` those that
+match none of its patterns.
 """
 
 from __future__ import annotations
 
-from pathlib import Path
+from fnmatch import fnmatchcase
 
 import pytest
-
-HERE = Path(__file__).parent
-MARKED = {
-    "slow": {*(HERE / "slow_variants.txt").read_text().splitlines()},
-    "long": {*(HERE / "long_tests.txt").read_text().splitlines()},
-}
 
 
 @pytest.hookimpl(tryfirst=True)  # before they are selected by their marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        for mark, names in MARKED.items():
-            if item.nodeid in names:
-                item.add_marker(mark)
+        case = item.name.partition("[")[2].removesuffix("]")
+        for mark in [*item.iter_markers()]:
+            kind, _, how = mark.name.partition("_")
+            if how in ("cases", "except"):
+                matches = any(fnmatchcase(case, pattern) for pattern in mark.args)
+                if matches == (how == "cases"):
+                    item.add_marker(kind)

@@ -238,14 +238,6 @@ def test_every_module_says_what_it_is_for():
     assert [module for module in MODULES if not ast.get_docstring(tree_of(module))] == []
 
 
-@pytest.mark.parametrize("list_of_tests", ["slow_variants.txt", "long_tests.txt"])
-def test_listed_tests_exist(list_of_tests: str):
-    tests = Path(__file__).parent
-    for line in (tests / list_of_tests).read_text().splitlines():
-        path, _, name = line.partition("[")[0].partition("::")
-        assert f"def {name}(" in (tests.parent / path).read_text(), line
-
-
 def test_only_time_stamps_and_names_read_the_wall_clock():
     """A wall clock that jumps must change no decision: everything else is monotonic.
 

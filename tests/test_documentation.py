@@ -68,6 +68,7 @@ def test_every_python_block_of_these_pages_says_how_it_is_run(name: str):
         assert mark.startswith(("run", "not run: ")), code
 
 
+@pytest.mark.long_cases("docs/quickstart.md-3")
 @pytest.mark.parametrize(("ranks", "code"), blocks())
 def test_a_python_block_runs_and_prints_what_the_page_says(ranks: int | None, code: str, tmp_path: Path):
     if ranks is None:
@@ -97,6 +98,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.long
 def test_the_lines_of_the_readme_attach_to_a_job(tmp_path: Path):
     ((_, block),) = BLOCK.findall((ROOT / "README.md").read_text())
     (tmp_path / "train.py").write_text(_AROUND.format(block=block))

@@ -25,6 +25,8 @@ def test_a_client(name: str, row: str):
     assert result.ok, f"{result.words}\n{result.details}"
 
 
+@pytest.mark.slow_cases("muon-gathering", "nanogpt")
+@pytest.mark.long_cases("sharded-by-hand")
 @pytest.mark.parametrize("name", [name for name, client in CLIENTS.items() if client.quick])
 def test_a_healthy_client_for_a_few_steps(name: str):
     _require(name)

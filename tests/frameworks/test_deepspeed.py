@@ -24,6 +24,7 @@ __all__ = ["answering"]
 slow = pytest.mark.slow
 
 
+@pytest.mark.slow_cases("autotp zero-1 bf16", "experts zero-2 bf16", "zero-2 bf16", "zero-3 bf16")
 @pytest.mark.parametrize("plan", each_of(HEALTHY) + each_of(MORE, slow))
 def test_training_is_bitwise_the_same_and_everything_is_checked(four: LiveRanks, plan: Plan, tmp_path: Path):
     alone = four.ask(plan, 400)
@@ -70,6 +71,7 @@ def test_a_skipped_update_ends_a_step_and_is_no_update(four: LiveRanks, tmp_path
         assert (seen.status["step"], seen.status["replay"]["checks"]) == (6, 6)
 
 
+@pytest.mark.long
 def test_uneven_routing_is_no_incident(four: LiveRanks, tmp_path: Path):
     plan = Plan(2, "uneven", bf16=True, observer=QUICK, run_dir=tmp_path)
     for seen in four.ask(plan, 200):
@@ -97,6 +99,7 @@ def test_layers_that_cannot_be_called_again_leave_the_rest_checked_and_certified
         assert found.status["replay"]["certified"] == 3
 
 
+@pytest.mark.long
 def test_what_zero_3_adds_to_make_partitions_equal_is_not_looked_at_for_nan(tmp_path: Path):
     """Three ranks divide no parameter, and DeepSpeed does not initialize what it adds to the last parts."""
     plan = Plan(3, zero=SOME_SMALL, bf16=True, run_dir=tmp_path)

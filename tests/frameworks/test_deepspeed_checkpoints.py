@@ -56,6 +56,7 @@ MORE_KILLED = {
 }
 
 
+@pytest.mark.slow_cases("zero-3")
 @pytest.mark.parametrize("plan", each_of(KILLED) + each_of(MORE_KILLED, slow))
 def test_a_killed_job_goes_on_as_if_nothing_had_happened(four: LiveRanks, plan: Plan, tmp_path: Path):
     plan = replace(plan, steps=7)
@@ -112,6 +113,7 @@ MORE_WRONG = {
 }
 
 
+@pytest.mark.long_cases("zero-1")
 @pytest.mark.parametrize(("plan", "faults", "ranks"), each_of(WRONG) + each_of(MORE_WRONG, slow))
 def test_state_after_a_wrong_number_is_not_certified(
     four: LiveRanks, plan: Plan, faults: FaultPlan, ranks: tuple[int, ...], tmp_path: Path

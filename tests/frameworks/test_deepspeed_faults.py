@@ -91,6 +91,7 @@ MORE_SPOILED = {
 }
 
 
+@pytest.mark.slow_cases("experts", "zero-2, a layer", "zero-2, a weight", "zero-3, a layer")
 @pytest.mark.parametrize(("plan", "ranks", "surface"), each_of(SPOILED) + each_of(MORE_SPOILED, slow))
 def test_a_wrong_number_names_those_who_have_it(
     four: LiveRanks, plan: Plan, ranks: tuple[int, ...], surface: str, tmp_path: Path
@@ -139,6 +140,7 @@ MORE_COPIES = {
 }
 
 
+@pytest.mark.slow_cases("zero-3 bf16")
 @pytest.mark.parametrize("plan", each_of(COPIES) + each_of(MORE_COPIES, slow))
 def test_a_bit_that_the_next_update_overwrites_names_its_rank(four: LiveRanks, plan: Plan, tmp_path: Path):
     found = four.ask(replace(plan, steps=4, overwritten=2, run_dir=tmp_path), 120)
@@ -147,6 +149,7 @@ def test_a_bit_that_the_next_update_overwrites_names_its_rank(four: LiveRanks, p
     assert all((each.status["replay"]["certified"] or 0) < 3 for each in found)
 
 
+@pytest.mark.slow_cases("zero-3 bf16")
 @pytest.mark.parametrize("plan", each_of(COPIES) + each_of(MORE_COPIES, slow))
 def test_unchanged_working_copies_are_certified(four: LiveRanks, plan: Plan, tmp_path: Path):
     for each in four.ask(replace(plan, steps=4, replay=ReplayConfig(interval=2), run_dir=tmp_path), 120):
@@ -194,6 +197,7 @@ MORE_SLOW = {
 """Of two that do the same work, both: one of them is late, and nothing says which is as it should be."""
 
 
+@pytest.mark.slow_cases("zero-2")
 @pytest.mark.parametrize(("plan", "ranks"), each_of(SLOW) + each_of(MORE_SLOW, slow))
 def test_a_slow_rank_is_named(four: LiveRanks, plan: Plan, ranks: tuple[int, ...], tmp_path: Path):
     found = four.ask(replace(plan, run_dir=tmp_path), 120)
@@ -220,6 +224,7 @@ MORE_LATE = {
 }
 
 
+@pytest.mark.long_cases("zero-2")
 @pytest.mark.parametrize(("plan", "layer"), each_of(LATE) + each_of(MORE_LATE, slow))
 def test_a_late_rank_is_named(four: LiveRanks, plan: Plan, layer: str, tmp_path: Path):
     stalled = FaultPlan().stall(rank=2, at=f"{layer}/forward", step=4, seconds=60.0)

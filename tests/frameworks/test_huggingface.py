@@ -36,6 +36,7 @@ def three() -> Iterator[LiveRanks]:
         yield ranks
 
 
+@pytest.mark.slow_cases("trainer")
 @pytest.mark.parametrize(
     ("trial", "parts"),
     [
@@ -70,6 +71,7 @@ def test_a_cache_in_training_is_reported_and_changes_nothing(three: LiveRanks, t
         assert all("set config.use_cache=False" in str(why) for why in reasons.values()), reasons
 
 
+@pytest.mark.slow_cases("trainer")
 @pytest.mark.parametrize("kind", ["trainer", "loop"])
 def test_a_wrong_number_names_its_rank(three: LiveRanks, kind: str, tmp_path: Path):
     faults = FaultPlan().flip_bit(rank=1, at="model.layers.1/output", step=2, bit=20, calls=REPLAYED)
@@ -79,6 +81,7 @@ def test_a_wrong_number_names_its_rank(three: LiveRanks, kind: str, tmp_path: Pa
     assert results[0].status["replay"]["certified"] == 1
 
 
+@pytest.mark.slow
 def test_a_slow_rank_is_named(three: LiveRanks, tmp_path: Path):
     faults = FaultPlan()
     for layer in (0, 1):
@@ -89,6 +92,7 @@ def test_a_slow_rank_is_named(three: LiveRanks, tmp_path: Path):
     assert [each[:3] for each in results[0].found] == [("straggler", "rank", (2,))], results[0].incidents
 
 
+@pytest.mark.slow
 def test_a_late_rank_is_named(three: LiveRanks, tmp_path: Path):
     faults = FaultPlan().stall(rank=2, at="model.layers.1/forward", step=5, seconds=STALL)
     results = three.ask((Trial(replay=None, observer=QUICK, faults=faults), tmp_path), 120)
@@ -96,6 +100,7 @@ def test_a_late_rank_is_named(three: LiveRanks, tmp_path: Path):
     assert [each[:3] for each in results[0].found] == [("hang", "rank", (2,))], results[0].incidents
 
 
+@pytest.mark.long
 def test_a_killed_trainer_goes_on_bitwise_from_a_checkpoint_that_can_be_trusted(tmp_path: Path):
     trial = Trial(steps=7, replay=ReplayConfig(interval=2))
     alone = run_ranks(train, 2, trial, None, timeout=120)

@@ -23,6 +23,8 @@ from tests.support.scripts import EXAMPLES, losses_in, torchrun
 from torchscout.config import ReplayConfig
 
 
+@pytest.mark.slow_cases("experts, optimizer shards", "tensor and sequence")
+@pytest.mark.long_cases("virtual pipeline")
 @pytest.mark.parametrize(("trial", "layers"), each_of(HEALTHY) + each_of(MORE, pytest.mark.slow))
 def test_training_is_bitwise_the_same_with_a_check_at_every_step(
     four: LiveRanks, trial: Trial, layers: str, tmp_path: Path
@@ -62,12 +64,14 @@ def _may_be(name: str, why: str) -> bool:
     return "did not step" in why or name == "output_layer/weight.grad" or "experts" in name
 
 
+@pytest.mark.long
 def test_shards_are_found_after_steps_without_a_check_too(four: LiveRanks, tmp_path: Path):
     for result in four.ask((replace(FSDP, steps=4, replay=ReplayConfig(interval=2)), tmp_path), 120):
         assert result.unchecked == {}
         assert result.agreed >= {f"{each}/output" for each in LAYER["layers"]}
 
 
+@pytest.mark.long
 def test_a_skipped_update_ends_a_step_and_is_no_update(four: LiveRanks, tmp_path: Path):
     for result in four.ask((SCALED, tmp_path), 120):
         assert result.scales == [2.0**18, 2.0**17, 2.0**17, 2.0**17, 2.0**18, 2.0**18]

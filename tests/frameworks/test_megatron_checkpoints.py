@@ -86,6 +86,7 @@ KILLED_OF_EIGHT = (
 )
 
 
+@pytest.mark.long_cases("tensor, optimizer shards")
 @pytest.mark.parametrize(
     "trial",
     [
@@ -134,6 +135,7 @@ EXCLUDED = {
 }
 
 
+@pytest.mark.slow_cases("replicas")
 @pytest.mark.parametrize(
     "trial", [pytest.param(spoiled(REPLICAS), id="replicas"), *each_of(EXCLUDED, pytest.mark.slow)]
 )

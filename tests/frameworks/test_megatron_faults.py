@@ -113,6 +113,9 @@ SPOILED_OF_EIGHT = {
 }
 
 
+@pytest.mark.slow_cases(
+    "a half of the context", "a layer", "a tensor's half, of sequences", "an expert of two"
+)
 @pytest.mark.parametrize(
     ("trial", "ranks", "surface"), each_of(SPOILED) + each_of(ALSO_SPOILED, pytest.mark.slow)
 )
@@ -138,6 +141,7 @@ def names_who_has(live: LiveRanks, trial: Trial, ranks: tuple[int, ...], surface
     assert surface in {each.surface for each in incident.records}
 
 
+@pytest.mark.long_cases("optimizer shards")
 @pytest.mark.parametrize(
     "trial",
     [
@@ -206,6 +210,8 @@ def test_parameters_gathered_in_the_forward_pass_are_named_as_not_covered(four: 
         assert LATE in covered["sentence"]
 
 
+@pytest.mark.slow_cases("-1")
+@pytest.mark.long_cases("0")
 @pytest.mark.parametrize("which", [0, -1])
 def test_a_bit_that_flips_after_parameters_were_gathered_late_names_its_rank(
     four: LiveRanks, which: int, tmp_path: Path
@@ -218,6 +224,7 @@ def test_a_bit_that_flips_after_parameters_were_gathered_late_names_its_rank(
     assert all(each.status["replay"]["certified"] == 3 for each in results)
 
 
+@pytest.mark.long
 def test_a_bit_that_a_rank_hands_to_all_others_names_it(four: LiveRanks, tmp_path: Path):
     """What lies in the parts of others is gathered anew, and has no effect."""
     results = four.ask((replace(OVERLAPPING, overwritten=(3, 5), which=None), tmp_path), 120)
@@ -259,6 +266,7 @@ MORE_SLOW_LAYERS = {
 nothing says which is as it should be."""
 
 
+@pytest.mark.slow_cases("replicas")
 @pytest.mark.parametrize(
     ("trial", "parts", "ranks"), each_of(SLOW_LAYERS) + each_of(MORE_SLOW_LAYERS, pytest.mark.slow)
 )
@@ -326,6 +334,7 @@ MORE_LATE = {
 }
 
 
+@pytest.mark.slow_cases("replicas")
 @pytest.mark.parametrize(
     "trial",
     [

@@ -66,6 +66,7 @@ def is_healthy(ranks: LiveRanks, trial: Trial, axes: set[str], folder: Path) -> 
     return agreed
 
 
+@pytest.mark.long_cases("replicate")
 @pytest.mark.parametrize(
     ("parallelism", "axes", "state"),
     [
@@ -128,6 +129,7 @@ def test_eight_ranks_of_expert_and_tensor_parallelism(eight: LiveRanks, assets: 
     assert {f"{EXPERTS}/output", "all_to_all/captured.received"} <= agreed
 
 
+@pytest.mark.long_cases("graphs")
 @pytest.mark.parametrize(
     "trial",
     [

@@ -39,6 +39,7 @@ slow = pytest.mark.slow
 ALL = None
 
 
+@pytest.mark.long_cases("fsdp")
 @layouts("fsdp")
 def test_a_wrong_number_names_the_rank_and_nothing_is_kept_after_it(
     request: pytest.FixtureRequest, layout: Layout, assets: Path, tmp_path: Path
@@ -53,6 +54,7 @@ def test_a_wrong_number_names_the_rank_and_nothing_is_kept_after_it(
     assert {each.status["checkpoint"]["latest"] for each in results} == {1}
 
 
+@pytest.mark.long_cases("3")
 @pytest.mark.parametrize("place", [*(pytest.param(each, marks=slow) for each in range(3)), 3])
 def test_no_optimizer_of_any_part_goes_unwatched(four: LiveRanks, place: int, assets: Path, tmp_path: Path):
     """Two parts on a rank, with two optimizers each."""
@@ -63,6 +65,7 @@ def test_no_optimizer_of_any_part_goes_unwatched(four: LiveRanks, place: int, as
     assert {each.surface for each in incident.records} == {"state/owned"}
 
 
+@pytest.mark.slow_cases("replicate")
 @layouts("replicate")
 def test_a_slow_layer_names_its_rank(
     request: pytest.FixtureRequest, layout: Layout, assets: Path, tmp_path: Path
@@ -94,6 +97,7 @@ def test_a_slow_link_names_its_machine(assets: Path, tmp_path: Path):
     assert (incident.ranks, incident.hosts) == ((2, 3), ("machine-1",))
 
 
+@pytest.mark.slow_cases("fsdp")
 @layouts("fsdp")
 def test_a_late_rank_is_named(request: pytest.FixtureRequest, layout: Layout, assets: Path, tmp_path: Path):
     faults = FaultPlan().stall(rank=2, at=f"{layout.layer}/forward", step=4, seconds=10.0)

@@ -111,6 +111,7 @@ def three() -> Iterator[LiveRanks]:
         yield ranks
 
 
+@pytest.mark.slow_cases("a local bias", "sharded by hand")
 @pytest.mark.parametrize(
     ("job", "compared"),
     [
@@ -139,6 +140,7 @@ def test_checkpoints_contain_owned_and_shared_state(three: LiveRanks, tmp_path: 
         assert each.status["checkpoint"]["verified"] == 15, "20 is still being sealed"
 
 
+@pytest.mark.slow_cases("exp_avg_sq", "weight")
 @pytest.mark.parametrize("what", ["weight", "exp_avg", "exp_avg_sq"])
 def test_a_flip_names_its_rank_though_state_is_sharded_by_hand(three: LiveRanks, what: str, tmp_path: Path):
     """A wrong weight is handed on to all ranks by the next update, which gathers it."""

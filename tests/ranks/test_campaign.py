@@ -121,6 +121,7 @@ def flaws(results: list[Result]) -> dict[str, Flaw | None]:
     return {each.cell.split("/")[2].partition("@")[0]: each.grade.flaw for each in results}
 
 
+@pytest.mark.long
 def test_cells_fail_when_the_detector_is_broken_and_when_nothing_was_injected(tmp_path: Path):
     never = FaultPlan().flip_bit(rank=0, at="head/output", step=2, bit=0, calls=range(70, 71))
     cells = [
@@ -228,11 +229,13 @@ def test_every_perturbed_work_item_of_the_selected_shapes_is_detected(tmp_path: 
     )
 
 
+@pytest.mark.long
 def test_a_process_that_fails_fails_its_cell(tmp_path: Path):
     (found,) = run_kernel([Cell("moe-kernel", "work-items-sideways", "alone", Processes.KERNEL)], tmp_path)
     assert (found.grade.flaw, found.grade.reason) == (Flaw.BROKEN, "its process failed: KeyError: 'sideways'")
 
 
+@pytest.mark.slow
 def test_ranks_that_break_are_replaced_and_their_cell_fails(tmp_path: Path):
     cells = [
         Cell("hang", "killed", "ddp-4", faults=FaultPlan().kill(rank=1, step=2)),
@@ -244,6 +247,7 @@ def test_ranks_that_break_are_replaced_and_their_cell_fails(tmp_path: Path):
     assert after.grade.passed, after.grade.reason
 
 
+@pytest.mark.long
 def test_a_mistyped_row_is_refused_before_anything_starts(tmp_path: Path):
     done = scout("paper", "--cells", "numerical", "--resume", tmp_path / "campaign")
     assert done.returncode == 2

@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections import Counter
 from pathlib import Path
 
+import pytest
+
 from tests.support.ranks import run_ranks
 from tests.support.replay_jobs import Job
 from tests.support.replayed_job import Block, Net
@@ -66,6 +68,7 @@ def test_a_single_recipe_needs_as_many_exchanges(tmp_path):
     assert run_ranks(counted, 3, ("layer",), 0, tmp_path) == [ONE_CHECK] * 3
 
 
+@pytest.mark.slow
 def test_a_larger_model_needs_no_more_exchanges(tmp_path):
     """All its state is compared by two digests; the signatures of its tensors would not fit one exchange."""
     assert run_ranks(counted, 3, ("replicated_state", "layer"), 60, tmp_path) == [ONE_CHECK] * 3
@@ -86,6 +89,7 @@ def swept(rank: int, depth: int, folder: Path) -> Counter[str]:
     return counted.operations
 
 
+@pytest.mark.long
 def test_a_sweep_of_a_larger_model_needs_no_more_exchanges(tmp_path):
     small, large = (run_ranks(swept, 3, depth, tmp_path / str(depth)) for depth in (0, 3))
     for of_small, of_large in zip(small, large, strict=True):

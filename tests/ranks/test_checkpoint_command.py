@@ -482,6 +482,7 @@ def test_a_pipe_gets_plain_lines_that_are_not_broken(disk: Path):
     assert all(line == line.rstrip() for line in done.stdout.splitlines())
 
 
+@pytest.mark.slow
 def test_narrow_screens_break_between_words_and_never_within_a_path(disk: Path):
     flip(shard(disk, 4, 1))
     for command in ("list", "verify", "explain", "prune"):

@@ -153,6 +153,7 @@ SPOIL: dict[str, Damage] = {
 MIDDLE = FlipFileBit(0.5)
 
 
+@pytest.mark.slow_cases("a bit of the header", "it is deleted", "it is empty", "the end is missing")
 @pytest.mark.parametrize("how", SPOIL)
 def test_a_damaged_snapshot_is_not_loaded_and_its_file_is(left: Left, how: str):
     lost = spoil(copies([left.memory], 1, STEPS), SPOIL[how])
@@ -244,6 +245,7 @@ def test_a_ledger_of_an_earlier_lineage_is_ignored(left: Left):
     assert [each.resumed and each.resumed.step for each in results] == [MORE, MORE]
 
 
+@pytest.mark.slow_cases("it is deleted")
 @pytest.mark.parametrize("how", ["a bit of a tensor", "it is deleted"])
 def test_without_a_readable_ledger_the_job_does_not_silently_start_over(left: Left, how: str):
     spoil([*left.memory.glob("*.ledger*"), *left.disk.glob("*.ledger*")], SPOIL[how])

@@ -153,6 +153,7 @@ def test_a_crash_between_the_first_check_and_its_capture_begins_anew(tmp_path: P
     went_on(plan, 4, "its own disk")
 
 
+@pytest.mark.slow
 def test_a_script_that_ends_without_close_is_on_disk_though_it_has_one_rank(tmp_path: Path):
     def printed() -> str:
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "TORCHSCOUT_MEMORY": str(tmp_path / "memory")}

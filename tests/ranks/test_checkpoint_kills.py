@@ -68,6 +68,7 @@ def kill_and_restart(plan: Plan, count: int, seed: int) -> None:
     assert unwritten, "some were killed while they wrote files"
 
 
+@pytest.mark.long
 def test_killed_at_any_instant_a_job_goes_on_from_its_newest_complete_generation(tmp_path: Path):
     kill_and_restart(planned(tmp_path), 8, seed=1)
 
@@ -77,6 +78,7 @@ def test_a_hundred_kills_lose_nothing_and_mix_nothing(tmp_path: Path):
     kill_and_restart(planned(tmp_path), 100, seed=2)
 
 
+@pytest.mark.long
 def test_a_generation_is_given_up_only_when_the_next_is_sealed_on_every_rank(tmp_path: Path):
     """One rank has so much to seal that the other one would be two checks ahead of it."""
     plan = replace(planned(tmp_path), burden={1: 300 << 20}, persist_every=1000, run_dir=tmp_path / "run")
@@ -142,6 +144,7 @@ def killed_and_started_again(tmp_path: Path, count: int, seed: int) -> list[int]
     return resumed_steps
 
 
+@pytest.mark.slow
 def test_a_job_that_is_killed_in_its_first_or_last_steps_or_as_it_ends_can_start_again(tmp_path: Path):
     killed_and_started_again(tmp_path, 4, seed=3)
 

@@ -68,6 +68,7 @@ def size_of_a_shard(plan: Plan) -> int:
     return max(path.stat().st_size for path in plan.memory.rglob("*.shard"))
 
 
+@pytest.mark.long_cases("one rank")
 @pytest.mark.parametrize(
     "shares", [pytest.param(0.5, id="nobody", marks=pytest.mark.slow), pytest.param(1.5, id="one rank")]
 )
@@ -88,6 +89,7 @@ def test_a_full_disk_moves_no_pointer_on_any_rank_and_training_goes_on(tmp_path:
         assert all(problems)
 
 
+@pytest.mark.slow
 def test_a_folder_that_is_lost_later_moves_no_pointer_and_memory_still_has_it_all(tmp_path: Path):
     plan = replace(planned(tmp_path), lost_folder=6)
     results = run_ranks(train, 2, plan, timeout=60)

@@ -42,6 +42,7 @@ def killed(plan: Plan, step: int) -> None:
     assert all(max(reached(plan, rank)) == step - 1 for rank in ranks)
 
 
+@pytest.mark.slow_cases("fsdp")
 @pytest.mark.parametrize(
     "kind",
     [pytest.param(kind, marks=() if kind in ("ddp", "fsdp") else pytest.mark.slow) for kind in RANKS],

@@ -27,6 +27,10 @@ def flipped(rank: int, at: str, step: int) -> FaultPlan:
     return FaultPlan().flip_bit(rank=rank, at=at, step=step, bit=20, index=3, calls=None)
 
 
+@pytest.mark.slow_cases(
+    "around DDP, with a buffer", "forward alone", "in place", "inside DDP", "with dynamic shapes"
+)
+@pytest.mark.long_cases("with graph breaks")
 @pytest.mark.parametrize("name", every(*WAYS))
 def test_a_clean_job_is_certified_and_trains_bitwise_the_same(name: str, tmp_path: Path):
     for result, compilations, weights in run_ranks(with_and_without, 3, WAYS[name], tmp_path, timeout=240):
@@ -43,6 +47,8 @@ def test_a_clean_job_is_certified_and_trains_bitwise_the_same(name: str, tmp_pat
         assert result.passes == 1, "one whole-model pass saves the input of every target"
 
 
+@pytest.mark.slow_cases("in place", "inside DDP")
+@pytest.mark.long_cases("forward alone")
 @pytest.mark.parametrize("name", every("inside DDP", "around DDP", "in place", "forward alone"))
 def test_a_wrong_output_of_a_layer_names_its_rank(name: str, tmp_path: Path):
     for result in run_ranks(
@@ -60,6 +66,7 @@ def test_a_wrong_output_of_a_layer_names_its_rank(name: str, tmp_path: Path):
         assert result.status["certified"] == 1
 
 
+@pytest.mark.slow_cases("head/output", "stack.0/grad_input", "tokens/output")
 @pytest.mark.parametrize("at", ["tokens/output", "head/output", "stack.0/grad_input"])
 def test_wrong_numbers_of_other_parts_name_their_rank(at: str, tmp_path: Path):
     for result in run_ranks(compiled_job, 3, WAYS["inside DDP"], flipped(1, at, 1), tmp_path, timeout=240):
@@ -81,6 +88,8 @@ def test_of_two_ranks_nobody_is_named(tmp_path: Path):
         assert {each.status for each in of_layer if each.step != 2} == {"agree"}
 
 
+@pytest.mark.slow_cases("around DDP, with a buffer")
+@pytest.mark.long_cases("inside DDP")
 @pytest.mark.parametrize("name", ["inside DDP", "around DDP, with a buffer"])
 def test_torchscouts_own_code_is_not_compiled(name: str, tmp_path: Path):
     for (without, attached), warned in run_ranks(frames_compiled, 2, WAYS[name], tmp_path, timeout=240):

@@ -74,6 +74,7 @@ def train(rank: int, trial: Trial) -> Result:
     return Result(**found, fired=len(injector.fired), bits=bits, compilations=compilations.count)
 
 
+@pytest.mark.long_cases("around")
 @pytest.mark.parametrize(
     "trial",
     [
@@ -95,6 +96,7 @@ def test_a_clean_job_is_certified_and_trains_bitwise_the_same(trial: Trial, tmp_
         assert found.replay["certified"] == STEPS
 
 
+@pytest.mark.long
 def test_a_wrong_output_of_a_layer_names_its_rank(tmp_path: Path):
     faults = FaultPlan().flip_bit(rank=2, at="stack.1/output", step=4, bit=20, index=3, calls=None)
     for found in run_ranks(train, 3, Trial(tmp_path, faults=faults), timeout=150):

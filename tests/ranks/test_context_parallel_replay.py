@@ -17,6 +17,7 @@ SLOW = pytest.mark.slow
 OTHER_WAYS = [way for way in WAYS if way != "block"]
 
 
+@pytest.mark.long_cases("2x2 block")
 @pytest.mark.parametrize(
     "trial",
     [
@@ -40,6 +41,7 @@ def test_training_is_bitwise_the_same_and_everything_is_checked(trial: Trial, tm
         assert found.certified == trial.steps
 
 
+@pytest.mark.slow_cases("block", "gathered", "module")
 @pytest.mark.parametrize("way", WAYS)
 def test_the_source_computes_again_what_it_computed_in_training(way: str, tmp_path: Path):
     """Not its own tokens' attention to each other, which peers would agree about as well."""
@@ -61,6 +63,7 @@ QUICK = [FAULTS[0], FAULTS[3]]
 """A wrong result and a wrong weight; the others are slow."""
 
 
+@pytest.mark.slow_cases("stack.1/output-block")
 @pytest.mark.parametrize("way", ["block", *(pytest.param(each, marks=SLOW) for each in OTHER_WAYS)])
 @pytest.mark.parametrize(
     ("at", "calls", "surface"),
@@ -73,6 +76,7 @@ def test_a_wrong_number_names_the_rank(at: str, calls: range, surface: str, way:
     assert {ranks for _, ranks, _, _ in found[0].incidents} == {(3,)}, found[0].sentences
 
 
+@pytest.mark.slow_cases("block")
 @pytest.mark.parametrize("way", ["block", pytest.param("gathered", marks=SLOW)])
 def test_a_wrong_key_that_reaches_the_partner_is_one_incident_of_both(way: str, tmp_path: Path):
     key = WIDTH  # queries come first

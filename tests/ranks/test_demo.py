@@ -41,6 +41,7 @@ def named(report: dict[str, Any]) -> list[tuple[str, str, list[int], str]]:
     ]
 
 
+@pytest.mark.long_cases("of three ranks")
 @pytest.mark.parametrize(
     ("arguments", "ranks", "slow", "wrong", "stuck", "group"),
     [

@@ -48,6 +48,7 @@ def grades(document: str) -> dict[str, str]:
     return {each["name"]: each["status"] for each in json.loads(document)["findings"]}
 
 
+@pytest.mark.long
 def test_this_machine_is_examined_without_torch_in_the_doctors_own_process(tmp_path: Path):
     code = (
         "import sys; from torchscout.cli.main import app\n"
@@ -71,6 +72,7 @@ def test_this_machine_is_examined_without_torch_in_the_doctors_own_process(tmp_p
     assert not (tmp_path / "new").exists(), "nothing is left behind"
 
 
+@pytest.mark.long
 def test_problems_are_found_and_come_with_a_fix(tmp_path: Path):
     memory = tmp_path / "memory"
     memory.mkdir(mode=0o755)

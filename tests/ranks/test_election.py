@@ -61,6 +61,7 @@ def one_incident(job: SmallJob) -> Incident:
     return incident
 
 
+@pytest.mark.long_cases("False")
 @pytest.mark.parametrize("restarts", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_with_hub_and_standby_lost_for_good_a_rank_that_hangs_is_named(tmp_path: Path, restarts: bool):
     with small_job(5, tmp_path, election_seconds=5.0 if restarts else 1.0) as job:
@@ -80,6 +81,7 @@ def test_with_hub_and_standby_lost_for_good_a_rank_that_hangs_is_named(tmp_path:
         )
 
 
+@pytest.mark.long
 def test_with_hub_and_standby_lost_a_job_that_goes_on_is_silent(tmp_path: Path):
     with small_job(5, tmp_path, election_seconds=1.0) as job:
         lose(job, 0, 4)
@@ -91,6 +93,7 @@ def test_with_hub_and_standby_lost_a_job_that_goes_on_is_silent(tmp_path: Path):
         assert job.lines() == []
 
 
+@pytest.mark.long
 def test_a_minority_of_observers_decides_nothing(tmp_path: Path):
     with small_job(4, tmp_path, election_seconds=0.5) as job:
         lose(job, 0, 1, 3)
@@ -103,6 +106,7 @@ def test_a_minority_of_observers_decides_nothing(tmp_path: Path):
         assert job.lines() == []
 
 
+@pytest.mark.slow
 def test_what_the_lost_hub_has_reported_is_not_reported_again_by_the_elected_one(tmp_path: Path):
     with small_job(5, tmp_path, election_seconds=1.0) as job:
         job.order(3, do="sleep", seconds=LONG)
@@ -114,6 +118,8 @@ def test_what_the_lost_hub_has_reported_is_not_reported_again_by_the_elected_one
         assert one_incident(job).ranks == (3,)
 
 
+@pytest.mark.slow_cases("the elected hub writes it")
+@pytest.mark.long_cases("the standby writes it")
 @pytest.mark.parametrize(
     "lost",
     [pytest.param((0,), id="the standby writes it"), pytest.param((0, 4), id="the elected hub writes it")],

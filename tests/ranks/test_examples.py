@@ -46,11 +46,13 @@ def trains_and_goes_on(name: str, folder: Path, *arguments: str) -> None:
     assert "failed  " not in output
 
 
+@pytest.mark.long_cases("huggingface")
 @pytest.mark.parametrize("name", ["huggingface", *(pytest.param(name, marks=SLOW) for name in LARGE)])
 def test_an_example_trains(name: str, tmp_path: Path):
     trains(name, tmp_path)
 
 
+@pytest.mark.slow_cases("ddp")
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[SLOW] * (name != "ddp")) for name in RANKS])
 def test_an_example_trains_and_goes_on_from_its_checkpoint(name: str, tmp_path: Path):
     trains_and_goes_on(name, tmp_path)

@@ -97,6 +97,8 @@ def dumped(tmp_path: Path) -> Callable[..., Path]:
     return run
 
 
+@pytest.mark.slow_cases("False")
+@pytest.mark.long_cases("True")
 @pytest.mark.parametrize("as_json", [False, True])
 def test_a_rank_that_is_late(dumped: Callable[..., Path], as_json: bool):
     found = explained(dumped(late, as_json=as_json))
@@ -104,6 +106,7 @@ def test_a_rank_that_is_late(dumped: Callable[..., Path], as_json: bool):
     assert found["scope"] == "rank"
 
 
+@pytest.mark.slow_cases("another_size", "left_out")
 @pytest.mark.parametrize("body", [another_collective, another_size, left_out])
 def test_a_rank_that_does_something_else(dumped: Callable[..., Path], body: Body):
     found = explained(dumped(body))

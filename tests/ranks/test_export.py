@@ -61,6 +61,7 @@ def assert_equal(found: dict[str, Any], state: dict[str, torch.Tensor]) -> None:
         assert torch.equal(every[name], tensor), name
 
 
+@pytest.mark.long_cases("fsdp-4")
 @pytest.mark.parametrize(
     ("kind", "ranks"),
     [
@@ -129,6 +130,7 @@ def step_of(shard: Path) -> str:
     return str(int(shard.parent.name.split(".")[0].removeprefix("step-")))
 
 
+@pytest.mark.long
 def test_replicas_replace_a_damaged_shard_and_a_full_folder_is_not_overwritten(tmp_path: Path):
     folder, state = trained(tmp_path, "ddp", 2)
     shard = next(each for each in folder.rglob("step-0000000002*/rank-0-of-2.held-by-0.shard"))

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch.distributed as dist
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -105,6 +106,7 @@ def alone(rank: int) -> bytes:
     return bytes_of(job.net.parameters())
 
 
+@pytest.mark.long
 def test_metrics_of_a_healthy_job_say_so_and_training_is_bitwise_the_same(tmp_path: Path):
     for found, weights in zip(
         run_ranks(exported, RANKS, FaultPlan(), tmp_path, timeout=120),
@@ -133,6 +135,7 @@ def test_metrics_of_a_healthy_job_say_so_and_training_is_bitwise_the_same(tmp_pa
         assert value(of, "poisoned") == 0
 
 
+@pytest.mark.long
 def test_a_flip_raises_the_counters_of_all_ranks_and_is_posted_once(tmp_path: Path):
     with http_server() as received:
         results = run_ranks(exported, RANKS, FLIP, tmp_path, received.url, timeout=120)

@@ -178,6 +178,7 @@ def test_every_rank_loads_from_its_own_memory_when_nothing_is_wrong(tmp_path: Pa
         assert answer["opened"] == [place(tmp_path, "ab", rank, 8, "memory", rank)], "nothing is read twice"
 
 
+@pytest.mark.slow_cases("abcd")
 @pytest.mark.parametrize("hosts", ["ab", "aab", "abcd"])
 def test_a_replaced_machine_gets_its_state_back_bit_by_bit(tmp_path: Path, hosts: str):
     made = furnish(tmp_path, hosts, size=SIZE)
@@ -308,6 +309,7 @@ def test_two_ranks_with_the_same_damage_are_repaired_by_a_third(tmp_path: Path):
     assert sum("identical bytes from rank 2" in each for each in answers[2]["demoted"]) == 2
 
 
+@pytest.mark.long_cases("file")
 @pytest.mark.parametrize("damage", ["rank-local tensor", "header", "file"])
 def test_state_that_only_one_rank_has_is_never_taken_from_a_peer(tmp_path: Path, damage: str):
     made = furnish(tmp_path, "abc", replicated=True)
@@ -434,6 +436,7 @@ def hang(rank: int, folder: Path, hosts: str) -> str:
     return ""
 
 
+@pytest.mark.long_cases("b-sending a shard to")
 @pytest.mark.parametrize(("empty", "words"), [("a", "receiving a shard from"), ("b", "sending a shard to")])
 def test_a_rank_that_hangs_is_an_error_and_no_endless_wait(tmp_path: Path, empty: str, words: str):
     furnish(tmp_path, "ab", size=SIZE)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from tests.ranks.test_checkpoint_troubles import alone, planned, with_a_small_disk
 from tests.support.checkpoint_jobs import Plan, Result, train
 from tests.support.ranks import run_ranks
@@ -19,6 +21,7 @@ def test_a_ledger_that_cannot_be_written_in_memory_costs_no_certified_checkpoint
     goes_on_from_the_end(plan, results)
 
 
+@pytest.mark.long
 def test_full_shared_memory_costs_no_certified_checkpoint(tmp_path: Path):
     """The file system of the memory folder has a size of its own, and something else fills it."""
     plan = replace(planned(tmp_path, STEPS), filled_memory=TROUBLE, sweep=False)

@@ -93,6 +93,7 @@ def test_a_late_rank_is_named(tmp_path: Path, place: str):
         assert status["observer"]["threshold_seconds"] < QUICK.silence_multiple * STALL, "not a usual step"
 
 
+@pytest.mark.long_cases("1-input-input")
 @pytest.mark.parametrize(
     ("rank", "at", "word"),
     [(1, "input", "input"), pytest.param(3, "checkpoint_write", "checkpoint", marks=SLOW)],
@@ -106,6 +107,7 @@ def test_a_stall_outside_of_communication_is_named_as_such(tmp_path: Path, rank:
     assert word in incident.sentence
 
 
+@pytest.mark.long_cases("2")
 @pytest.mark.parametrize("victim", [pytest.param(0, marks=SLOW), 2])
 def test_a_killed_trainer_is_named_as_gone(tmp_path: Path, victim: int):
     faults = FaultPlan().kill(rank=victim, step=FAULTY_STEP)
@@ -124,6 +126,8 @@ STOPPED = {
 }
 
 
+@pytest.mark.slow_cases("SIGSTOP")
+@pytest.mark.long_cases("GIL", "SIGSTOP")
 @pytest.mark.parametrize("how", STOPPED)
 def test_a_trainer_that_cannot_run_is_named(tmp_path: Path, how: str):
     results = run_ranks(ddp_job, 4, tmp_path, STOPPED[how], timeout=90)
@@ -173,6 +177,7 @@ def fsdp_job(rank: int, run_dir: Path, faults: FaultPlan) -> int:
     return len(injector.fired)
 
 
+@pytest.mark.long
 def test_a_rank_that_never_enters_an_all_gather_of_fsdp_is_named(tmp_path: Path):
     faults = FaultPlan().stall(rank=3, at="1/forward", step=FAULTY_STEP, seconds=STALL)
     assert run_ranks(fsdp_job, 4, tmp_path, faults, timeout=90) == [0, 0, 0, 1]
@@ -199,6 +204,7 @@ def hybrid_job(rank: int, run_dir: Path, stalled: int) -> None:
             optimizer.step()
 
 
+@pytest.mark.long
 def test_a_tensor_parallel_victim_is_not_blamed(tmp_path: Path):
     run_ranks(hybrid_job, 8, tmp_path, 5, timeout=120)
     (incident,) = incidents(tmp_path)
@@ -288,6 +294,7 @@ def test_a_rank_that_does_something_else_is_named(tmp_path: Path, what: str, hid
     assert {incident.ranks for incident in incidents(tmp_path)} == {(1,)}
 
 
+@pytest.mark.long
 def test_a_rank_that_leaves_a_collective_out_is_named(tmp_path: Path):
     """It comes to the next one on that group in the next step, and all others are a step behind it there."""
     faults = FaultPlan().skip_collective(rank=2, step=FAULTY_STEP, **TRAINING)
@@ -343,6 +350,7 @@ def test_a_rank_that_names_another_root_or_reduction_is_named(tmp_path: Path, wh
     assert {incident.ranks for incident in incidents(tmp_path)} == {(1,)}
 
 
+@pytest.mark.long
 def test_a_deadlock_by_order_inversion_is_reported_as_one(tmp_path: Path):
     """Half of the ranks enter one group first, the others the other."""
     faults = FaultPlan()
@@ -464,6 +472,7 @@ def routed_job(rank: int, run_dir: Path, incompatible: bool) -> bool:
         return until_it_raises(train)
 
 
+@pytest.mark.slow_cases("True")
 @pytest.mark.parametrize("incompatible", [False, True])
 def test_uneven_splits_are_healthy_and_incompatible_ones_are_not(tmp_path: Path, incompatible: bool):
     if not incompatible:
@@ -497,6 +506,7 @@ def benign_pause(rank: int, run_dir: Path) -> None:
             optimizer.step()
 
 
+@pytest.mark.long
 def test_a_benign_pause_blames_nobody_and_hides_no_later_hang(tmp_path: Path):
     run_ranks(benign_pause, 4, tmp_path, timeout=90)
     assert [incident.ranks for incident in incidents(tmp_path)] == [(2,)]
@@ -562,6 +572,7 @@ def test_peers_of_a_rank_that_is_lost_with_its_observer_are_not_named(tmp_path: 
 NOBODY = -1
 
 
+@pytest.mark.slow_cases("fsdp_job-4-arguments0", "hybrid_job-8-arguments1", "pipeline_job-4-arguments2")
 @pytest.mark.parametrize(
     ("job", "size", "arguments"),
     [

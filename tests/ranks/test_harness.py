@@ -61,6 +61,7 @@ def the_place_it_sleeps_at() -> None:
     time.sleep(600)
 
 
+@pytest.mark.long
 def test_a_timeout_shows_where_each_rank_is_stuck():
     with pytest.raises(RankError) as caught:
         run_ranks(sleeping_in_rank_one, 2, timeout=8.0)
@@ -85,6 +86,7 @@ def killed_and_stopped(rank: int) -> None:
     os.kill(os.getpid(), signal.SIGKILL if rank == 0 else signal.SIGSTOP)
 
 
+@pytest.mark.long
 def test_killed_and_stopped_ranks_are_reported_not_waited_for():
     with pytest.raises(RankError) as caught:
         run_ranks(killed_and_stopped, 2, timeout=30.0)
@@ -132,6 +134,7 @@ def has_ended(pid: int) -> bool:
         return True
 
 
+@pytest.mark.long
 def test_a_killed_parent_takes_its_ranks_along(tmp_path: Path):
     script = tmp_path / "parent.py"
     script.write_text(
@@ -211,6 +214,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
+@pytest.mark.slow
 def test_a_rank_whose_parent_was_killed_before_it_asked_ends_too(tmp_path: Path):
     started, survived = tmp_path / "started", tmp_path / "survived"
     done = subprocess.run(

@@ -22,6 +22,7 @@ def three() -> Iterator[LiveRanks]:
         yield ranks
 
 
+@pytest.mark.slow_cases("*-1", "step*", "forward, at*", "thread pool*")
 @pytest.mark.parametrize("interval", [1, 3])
 @pytest.mark.parametrize("place", HIDING)
 def test_training_with_hidden_collectives_is_left_as_it_is(

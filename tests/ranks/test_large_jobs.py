@@ -145,6 +145,7 @@ def test_a_healthy_job_uses_small_groups_and_few_exchanges(tmp_path: Path):
         assert sum(each.operations.values()) <= (STEPS - 2) * EXCHANGES * 3 * levels, each.operations
 
 
+@pytest.mark.long_cases("another rank", "itself")
 @pytest.mark.parametrize("slow", [WRONG, 0], ids=["another rank", "itself"])
 def test_rank_0_finds_a_slow_rank_for_all(slow: int, tmp_path: Path):
     faults = FaultPlan()

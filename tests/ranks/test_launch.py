@@ -114,6 +114,7 @@ def flip(rank: int, run_dir: Path) -> None:
     trained(rank, after)
 
 
+@pytest.mark.long
 def test_a_flipped_bit_is_found(tmp_path: Path):
     run_ranks(flip, 3, tmp_path, timeout=90)
     (incident,) = incidents(tmp_path)

@@ -100,6 +100,7 @@ def slow(rank: int) -> FaultPlan:
     return faults
 
 
+@pytest.mark.long
 def test_a_rank_whose_core_others_use_is_not_slow(tmp_path: Path):
     with others_on(CORES[0]):
         found = run_ranks(training, 3, FaultPlan(), tmp_path, timeout=200)
@@ -107,6 +108,7 @@ def test_a_rank_whose_core_others_use_is_not_slow(tmp_path: Path):
     assert len(found[0][1]) >= 5  # its times were compared
 
 
+@pytest.mark.slow
 def test_a_slow_rank_is_named_though_others_use_its_core(tmp_path: Path):
     with others_on(CORES[0]):
         found = run_ranks(training, 3, slow(2), tmp_path, timeout=200)

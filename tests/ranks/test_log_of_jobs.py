@@ -8,6 +8,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
@@ -53,6 +54,7 @@ def healthy_job(rank: int, folder: Path) -> None:
         assert session.failures == []
 
 
+@pytest.mark.long
 def test_the_log_of_a_healthy_job_is_short_and_complete(tmp_path: Path):
     run_ranks(healthy_job, 2, tmp_path, timeout=120)
     lines, others = lines_of(tmp_path, 0), lines_of(tmp_path, 1)
@@ -117,6 +119,7 @@ def faulty_job(rank: int, folder: Path) -> tuple[list[tuple[str, tuple[int, ...]
     return reported, incidents, len(injector.fired)
 
 
+@pytest.mark.slow
 def test_incidents_are_logged_and_passed_on_on_every_rank_without_a_run_directory(tmp_path: Path):
     (tmp_path / "run").write_text("a file is in the way")
     results = run_ranks(faulty_job, 3, tmp_path, timeout=90)

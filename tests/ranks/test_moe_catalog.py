@@ -106,6 +106,7 @@ def test_what_is_wrong_at_one_number_of_rows_is_found_within_a_cycle_and_by_a_sw
     assert incident.records[0].layer == f"{LAYERS[0]} x512"
 
 
+@pytest.mark.long
 def test_a_checkpoint_is_verified_after_two_cycles_and_the_next_run_goes_on_within_one(tmp_path: Path):
     trial = trial_at(tmp_path, 8, 16, 24, 32, steps=10, directory=tmp_path / "kept")
     cycle = 4
@@ -219,6 +220,7 @@ def spoiled(tmp_path: Path, how: str) -> Path:
     return path
 
 
+@pytest.mark.slow_cases("damaged", "missing")
 @pytest.mark.parametrize("how", ["damaged", "foreign", "missing", "stale"])
 def test_a_catalog_that_does_not_hold_is_refused_and_training_goes_on_without_it(how: str, tmp_path: Path):
     trial = trial_at(tmp_path, 8, steps=3, ranks=4, directory=tmp_path / "kept")

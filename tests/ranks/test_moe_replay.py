@@ -36,6 +36,7 @@ EVERYTHING = Trial(4, 2, uneven=1.0, steps=10)
 SIX = Trial(6, 2, steps=4)
 
 
+@pytest.mark.long_cases("4 ranks, 2 share the experts")
 @pytest.mark.parametrize(
     "trial",
     [
@@ -60,6 +61,8 @@ def test_uneven_routing_is_no_fault_and_training_is_bitwise_the_same(trial: Tria
     assert dense == {tuple(range(trial.ranks))}
 
 
+@pytest.mark.slow_cases("AllToAll", "expert optimizer", "expert", "router")
+@pytest.mark.long_cases("expert weight")
 @pytest.mark.parametrize(
     ("faults", "surface", "peers"),
     [

@@ -43,6 +43,7 @@ def job(rank: int, run_dir: Path, net: type[Net], stalls: int | None) -> int:
         return session.step
 
 
+@pytest.mark.slow_cases("Net")
 @pytest.mark.parametrize("net", [Net, Checkpointed])
 def test_a_late_rank_is_named_in_a_job_without_an_optimizer(tmp_path: Path, net: type[Net]):
     # That a step is over shows when the next one begins.

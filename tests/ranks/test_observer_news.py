@@ -51,12 +51,14 @@ def _has(items: list[Any], kind: type) -> bool:
     return any(isinstance(each, kind) for each in items)
 
 
+@pytest.mark.long
 def test_a_hang_reaches_every_trainer_without_a_run_directory(tmp_path: Path):
     run_dir = tmp_path / "run"
     run_dir.write_text("a file is in the way")
     hang_reaches_every_trainer(run_dir, lambda: None)
 
 
+@pytest.mark.slow
 def test_a_hang_reaches_every_trainer_when_the_disk_is_full(tmp_path: Path):
     if not can_fill_disks():
         pytest.skip("this machine does not let tests mount a file system")
@@ -80,6 +82,7 @@ def with_a_full_disk() -> None:
     hang_reaches_every_trainer(run_dir, fill)
 
 
+@pytest.mark.long
 def test_how_each_trainer_ended_is_recorded(tmp_path: Path):
     with small_job(6, tmp_path, min_silence_seconds=60.0) as job:
         job.order(1, do="exit", status=1)

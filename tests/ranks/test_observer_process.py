@@ -40,6 +40,7 @@ def goes_on(job: SmallJob) -> None:
     until(lambda: min(job.steps) > before + 20, "training goes on")
 
 
+@pytest.mark.long
 def test_a_healthy_job_is_silent_and_a_late_rank_is_named_until_it_moves(tmp_path: Path):
     with small_job(3, tmp_path, min_silence_seconds=30.0, grace_seconds=120.0) as job:
         goes_on(job)
@@ -75,6 +76,7 @@ def test_a_healthy_job_is_silent_and_a_late_rank_is_named_until_it_moves(tmp_pat
         assert list((tmp_path / "observers").iterdir()) == []
 
 
+@pytest.mark.long_cases("1")
 @pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.slow)])
 def test_a_killed_trainer_is_named_though_nobody_is_silent(tmp_path: Path, rank: int):
     with small_job(3, tmp_path, min_silence_seconds=60.0) as job:
@@ -88,6 +90,7 @@ def test_a_killed_trainer_is_named_though_nobody_is_silent(tmp_path: Path, rank:
         assert len(job.lines()) == 1, "whoever ended later was taken along"
 
 
+@pytest.mark.long_cases("stopped")
 @pytest.mark.parametrize(
     "how",
     [
@@ -361,6 +364,7 @@ def test_an_answer_that_comes_too_late_is_not_taken_for_the_next_one(observer: O
     assert observer.status(timeout=20)["config"]["startup_seconds"] == 42.0
 
 
+@pytest.mark.long
 def test_a_trainer_that_exits_silently_is_named_and_its_victims_are_not(tmp_path: Path):
     """``os._exit(0)`` on one rank; the others fail soon after, as they do when a connection is lost."""
     with small_job(3, tmp_path, min_silence_seconds=60.0) as job:
@@ -372,6 +376,7 @@ def test_a_trainer_that_exits_silently_is_named_and_its_victims_are_not(tmp_path
         assert incident.ranks == (1,), incident.sentence
 
 
+@pytest.mark.long
 def test_trainers_that_all_exit_silently_are_no_incident(tmp_path: Path):
     with small_job(3, tmp_path, min_silence_seconds=60.0) as job:
         for rank in range(3):
@@ -380,6 +385,8 @@ def test_trainers_that_all_exit_silently_are_no_incident(tmp_path: Path):
         assert job.lines() == []
 
 
+@pytest.mark.slow_cases("0")
+@pytest.mark.long_cases("1")
 @pytest.mark.parametrize("status", [0, 1])
 def test_the_exit_status_shows_how_an_interpreter_ended(tmp_path: Path, status: int):
     with small_job(3, tmp_path, min_silence_seconds=60.0) as job:
@@ -427,6 +434,7 @@ def test_a_released_observer_is_not_started_again(assignment: ObserverSpec, monk
     assert (observer.is_running, observer.restarts) == (False, 0)
 
 
+@pytest.mark.slow
 def test_with_hub_and_standby_killed_both_come_back_and_a_hang_is_found(tmp_path: Path):
     with small_job(3, tmp_path, min_silence_seconds=2.0) as job:
         for rank in range(3):

@@ -18,6 +18,14 @@ def four() -> Iterator[LiveRanks]:
         yield ranks
 
 
+@pytest.mark.slow_cases(
+    "10-weight-fsdp2",
+    "12-weight-fsdp2",
+    "12-weight-tensor",
+    "13-exp_avg-fsdp2",
+    "13-exp_avg-tensor",
+    "14-exp_avg_sq-fsdp2",
+)
 @pytest.mark.parametrize("layout", ["fsdp2", "tensor"])
 @pytest.mark.parametrize(
     ("step", "what"), [(12, "weight"), (10, "weight"), (13, "exp_avg"), (14, "exp_avg_sq")]
@@ -36,6 +44,7 @@ def test_a_flip_between_two_checks_names_its_rank_and_is_not_certified(
         assert each.replay["certified"] == (5 if step == 10 else 10)
 
 
+@pytest.mark.long_cases("fsdp2")
 @pytest.mark.parametrize("layout", ["fsdp2", "tensor"])
 def test_unchanged_state_is_certified(four: LiveRanks, layout: str, tmp_path: Path):
     for each in four.ask(Resting(tmp_path, layout), 60):
@@ -44,6 +53,7 @@ def test_unchanged_state_is_certified(four: LiveRanks, layout: str, tmp_path: Pa
         assert each.replay["covered"]["watched"] == 1.0
 
 
+@pytest.mark.slow_cases("counted-0.5-20", "counted-1.0-None", "data-1.0-None")
 @pytest.mark.parametrize(("watched", "certified"), [(1.0, None), (0.5, 20)])
 @pytest.mark.parametrize("clipped", ["counted", "data"])
 def test_what_training_writes_to_between_updates_is_not_watched_and_the_user_may_accept_that(
@@ -58,6 +68,7 @@ def test_what_training_writes_to_between_updates_is_not_watched_and_the_user_may
             assert "of the state with one owner was watched" in each.replay["held_up"]["state/owned"]
 
 
+@pytest.mark.long
 def test_a_write_that_all_ranks_make_once_names_nobody(four: LiveRanks, tmp_path: Path):
     for each in four.ask(Resting(tmp_path, clipped="once", replay=ReplayConfig(interval=1)), 60):
         assert (each.incidents, each.failures) == ([], [])

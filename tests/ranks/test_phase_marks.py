@@ -107,6 +107,7 @@ def train(
 with_each_loader = pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
 
 
+@pytest.mark.long_cases("0")
 @with_each_loader
 def test_a_rank_whose_dataset_is_slow_is_named_in_its_input(tmp_path: Path, workers: int):
     run_ranks(train, 4, tmp_path, (1,), workers, True, timeout=120)

@@ -108,6 +108,7 @@ def test_ranks_that_are_alike_and_quick_have_nothing_to_say(tmp_path: Path, phas
     assert incidents(tmp_path) == []
 
 
+@pytest.mark.long_cases("checkpoint_write")
 @with_each_phase
 def test_ranks_that_are_alike_and_slow_confer_and_find_nothing(tmp_path: Path, phase: str):
     for status in run_ranks(job, 4, tmp_path, phase, slow(phase, 0, 1, 2, 3), timeout=90):

@@ -63,6 +63,7 @@ LARGER = [
 ]
 
 
+@pytest.mark.long_cases("1f1b of 4 ranks with nothing inside")
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_training_is_bitwise_the_same_and_everything_is_checked(layout: Layout, tmp_path: Path):
     untouched(layout, tmp_path)
@@ -105,6 +106,7 @@ def placed(path: str, schedule: str) -> str:
     return path
 
 
+@pytest.mark.slow_cases("1f1b")
 @pytest.mark.parametrize("schedule", ["1f1b", pytest.param("interleaved", marks=SLOW)])
 def test_a_wrong_number_in_one_stage_names_its_rank_and_no_other_stage(schedule: str, tmp_path: Path):
     faults, wanted, mended = FaultPlan(), [], {}

@@ -178,6 +178,7 @@ def test_a_backward_that_differs_rarely_names_nobody(tmp_path: Path):
         assert {*found.status["not_checked"]} <= {"stack.0/grad_input", "stack.1/grad_input"}
 
 
+@pytest.mark.slow_cases("stack.0/output-stack.0/output")
 @pytest.mark.parametrize(
     ("at", "surface"), [("stack.0/output", "stack.0/output"), ("stack.0.up/weight", "stack.0.up/weight")]
 )
@@ -192,6 +193,7 @@ def test_a_rank_that_is_wrong_is_found_by_what_repeats(at: str, surface: str, tm
         assert found.certified == 4
 
 
+@pytest.mark.slow_cases("stack.*/grad_input")
 @pytest.mark.parametrize("require", ["backward", "stack.*/grad_input"])
 def test_a_required_nondeterministic_surface_prevents_certification_and_is_reported(
     require: str, tmp_path: Path

@@ -39,6 +39,7 @@ def changed_job(rank: int, changes: dict[int, int], run_dir: Path) -> tuple[list
         return steps_of(records(run_dir, rank), "state/parameters"), session.failures
 
 
+@pytest.mark.slow_cases("another, then the first", "the first")
 @pytest.mark.parametrize(
     ("changes", "steps"),
     [({3: 0}, [2, 4, 7, 10]), ({3: 1}, [2, 4, 6, 8, 10]), ({3: 1, 7: 0}, [2, 4, 6, 8, 11])],
@@ -166,6 +167,7 @@ def reattached_grid(_: int, run_dir: Path) -> list[tuple[int, list[str], dict]]:
     return found
 
 
+@pytest.mark.slow
 def test_a_grid_can_be_attached_again(tmp_path: Path):
     assert run_ranks(reattached_grid, 8, tmp_path, timeout=120) == [[(1, [], {})] * 3] * 8
 

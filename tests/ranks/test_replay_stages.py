@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 from torch import nn
 
@@ -68,6 +69,7 @@ def test_stages_with_other_parts_stay_in_step(tmp_path: Path):
         assert all(last["clean"] for last in replay["last"].values())
 
 
+@pytest.mark.long
 def test_a_fault_in_one_stage_is_named_there_and_repeats_in_step(tmp_path: Path):
     faults = FaultPlan().flip_bit(rank=2, at="tokens/output", step=2, bit=1, calls=range(1, 200))
     faults = faults.flip_bit(rank=5, at="stack.2/output", step=3, bit=1, calls=range(1, 200))

@@ -183,6 +183,7 @@ def dying_job(rank: int, run_dir: Path, observer: ObserverConfig | None) -> None
     (run_dir / f"survivor-{rank}.json").write_text(json.dumps(seen))
 
 
+@pytest.mark.slow_cases("with the observer")
 @pytest.mark.parametrize("observer", [None, QUICK], ids=["replay alone", "with the observer"])
 def test_a_rank_killed_in_a_check_strands_nobody(tmp_path: Path, observer: ObserverConfig | None):
     with pytest.raises(
@@ -276,6 +277,7 @@ def stalled_job(rank: int, run_dir: Path) -> dict:
         return session.status()["replay"]
 
 
+@pytest.mark.long
 def test_a_rank_that_stalls_in_a_replayed_layer_is_named_by_the_observer(tmp_path: Path):
     for status in run_ranks(stalled_job, 4, tmp_path, timeout=90):
         assert status["checks"] == STEPS

@@ -76,6 +76,19 @@ def outcomes(run_dir: Path, rank: int) -> dict[str, set[str]]:
     return found
 
 
+@pytest.mark.slow_cases(
+    "accumulates gradients",
+    "casts to bfloat16",
+    "changes its input in place",
+    "checkpoints activations reentrantly",
+    "checkpoints activations",
+    "compiles its blocks",
+    "compiles its model in place",
+    "compiles its model",
+    "draws from other generators",
+    "evaluates, skips updates and clips",
+    "ties its embeddings",
+)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in VARIATIONS]
 )
@@ -115,6 +128,7 @@ def due_steps_only(rank: int, run_dir: Path) -> list[int]:
     return alive
 
 
+@pytest.mark.slow
 def test_no_memory_is_retained_between_checks(tmp_path: Path):
     for alive in run_ranks(due_steps_only, RANKS, tmp_path, timeout=90):
         assert alive[1:3] == alive[4:6] == alive[8:10]

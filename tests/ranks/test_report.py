@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.ranks.test_hangs import ddp_job
 from tests.ranks.test_stragglers import slow_layers
 from tests.support.hangs import FAULTY_STEP, STALL
@@ -23,6 +25,7 @@ def reported(run_dir: Path) -> dict[str, Any]:
     return document
 
 
+@pytest.mark.long
 def test_a_flipped_bit_and_a_slow_rank(tmp_path: Path):
     faults = slow_layers(FaultPlan(), 2, "forward")
     faults = faults.flip_bit(rank=1, at="head/bias", step=8, bit=20)
@@ -53,6 +56,7 @@ def test_a_flipped_bit_and_a_slow_rank(tmp_path: Path):
     assert {"stack.0", "stack.1", "state/parameters"} <= covered
 
 
+@pytest.mark.long
 def test_a_late_rank(tmp_path: Path):
     faults = FaultPlan().stall(rank=2, at="step", step=FAULTY_STEP, seconds=STALL)
     results = run_ranks(ddp_job, 4, tmp_path, faults, timeout=90)

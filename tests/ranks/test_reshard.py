@@ -41,6 +41,7 @@ def whole(found: list[Outcome]) -> dict[str, torch.Tensor]:
     return {name: tensor for each in found for name, tensor in each.trained.items()}
 
 
+@pytest.mark.long
 def test_four_ranks_of_fsdp_become_two_and_then_a_plain_process(tmp_path: Path):
     job, before = saved(tmp_path, "fsdp", 4)
     two = resumed(job, "fsdp", 2, STEPS + 1)

@@ -152,6 +152,7 @@ def test_there_are_enough_cells():
     assert len(cells()) >= 344
 
 
+@pytest.mark.slow
 def test_a_sample_of_the_matrix_is_localized(tmp_path: Path):
     """Every rank has a few of the places, and of each kind at least one."""
     run(cells(every=SAMPLED), tmp_path)

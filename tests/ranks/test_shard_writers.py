@@ -47,6 +47,7 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
+@pytest.mark.long
 def test_a_writer_killed_at_any_instant_leaves_whole_files_or_none(tmp_path: Path):
     chance, written, left = random.Random(7), 0, 0
     for attempt in range(30):

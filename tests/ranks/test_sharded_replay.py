@@ -37,6 +37,8 @@ def with_and_without(
     return alone.bits == checked.bits, checked
 
 
+@pytest.mark.slow_cases("reset-shape7-plain")
+@pytest.mark.long_cases("reset-shape0-plain")
 @pytest.mark.parametrize(
     ("shape", "sharding"),
     [
@@ -73,6 +75,12 @@ def test_training_is_bitwise_the_same_and_everything_is_checked(
         assert found.certified == 12
 
 
+@pytest.mark.slow_cases(
+    "2-head/output-calls3-head/output",
+    "2-stack.1.norm/grad_output-calls2-stack.1/grad_input",
+    "2-stack.1/grad_input-calls1-stack.1/grad_input",
+    "2-stack.1/output-calls0-stack.1/output",
+)
 @pytest.mark.parametrize(
     ("at", "calls", "surface"),
     [
@@ -102,6 +110,7 @@ def test_a_wrong_number_under_fsdp_names_the_rank(
     assert found[0].incidents == [("rank", (rank,), surface, step)], found[0].sentences
 
 
+@pytest.mark.slow_cases("hsdp")
 @pytest.mark.parametrize(
     ("shape", "group", "named"),
     [((4,), "default_pg", 2), ((3, 2), "mesh_dp_shard", 3)],
@@ -124,6 +133,7 @@ def test_a_shard_that_changes_between_updates_names_its_owner(ranks: int, tmp_pa
     assert found[0].incidents == [("rank", (1,), "state/owned", 3)], found[0].sentences
 
 
+@pytest.mark.slow_cases("stack.1/output-calls0-stack.1/output")
 @pytest.mark.parametrize(
     ("at", "calls", "surface"),
     [
@@ -144,6 +154,7 @@ def test_a_wrong_number_under_hsdp_names_the_rank(at: str, calls: range, surface
     assert {ranks for _, ranks, _, _ in found[0].incidents} == {(3,)}, found[0].sentences
 
 
+@pytest.mark.long
 def test_a_wrong_gradient_after_the_all_reduce_names_the_rank_that_holds_it(tmp_path: Path):
     """Training reduces three times in a step: two blocks and the rest; replay reduces once more."""
     at = "all_reduce@mesh_dp_replicate"
@@ -162,6 +173,7 @@ def test_two_replicas_of_shards_differ_as_a_pair(tmp_path: Path):
     assert found[0].incidents == [("peer_group", (1, 3), "stack.1.up/weight", 2)], found[0].sentences
 
 
+@pytest.mark.long_cases("output")
 @pytest.mark.parametrize("at", ["output", pytest.param("grad_input", marks=SLOW)])
 def test_what_two_replicas_of_shards_compute_names_the_rank(at: str, tmp_path: Path):
     """Gathered, the parameters are equal on all four ranks."""
@@ -189,6 +201,8 @@ def failing(rank: int, sharding: str, has_reset: bool, run_dir: Path) -> list[tu
     return [(alone.bits == each.bits, each) for each in checked]
 
 
+@pytest.mark.slow_cases("reset-plain")
+@pytest.mark.long_cases("no reset-plain")
 @pytest.mark.parametrize(
     "sharding",
     [

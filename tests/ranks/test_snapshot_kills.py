@@ -108,6 +108,7 @@ def mounted(folder: Path, size: str, script: str, *arguments: str) -> str:
     return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False).stdout
 
 
+@pytest.mark.slow
 def test_a_full_memory_file_system_is_a_problem_and_training_goes_on(tmp_path: Path):
     """There is room for two snapshots; the third never appears, and the two that do stay."""
     said = mounted(tmp_path, "5m", '"$@"; find "$0" -type f', *LOOP, str(tmp_path), "1", "5", str(WIDTH))

@@ -211,6 +211,15 @@ def _outcome(capture: Capture, bits: Any, fresh: Job) -> tuple[str | None, bool]
     return None, same
 
 
+@pytest.mark.slow_cases(
+    "ddp-shape7-2",
+    "fsdp2+tp-shape13-2",
+    "fsdp2-shape10-2",
+    "fsdp2-shape3-0",
+    "fsdp2-shape9-2",
+    "hsdp-shape11-2",
+    "zero-shape8-2",
+)
 @pytest.mark.parametrize(
     ("kind", "shape", "at"),
     [

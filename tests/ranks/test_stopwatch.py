@@ -108,6 +108,7 @@ def beside(rank: int) -> tuple[int, float]:
     return len(seen.laps), seen.times["time/module"]
 
 
+@pytest.mark.long
 def test_communication_of_other_threads_is_not_timed():
     assert [laps for laps, _ in run_ranks(beside, 2)] == [0, 0]
 

@@ -125,6 +125,7 @@ def incidents_of(found: list[Found]) -> list[tuple[str, str, tuple[int, ...], in
     ]
 
 
+@pytest.mark.slow_cases("forward")
 @pytest.mark.parametrize("at", ["forward", "backward"])
 def test_a_slow_layer_names_its_rank_after_two_rounds(at: str, tmp_path: Path):
     faults = slow_layers(FaultPlan(), 2, at)
@@ -156,6 +157,7 @@ def test_a_slow_one_of_two_replicas_is_reported_as_a_pair(tmp_path: Path):
     assert step in SLOW  # on a busy machine, a round before may have been slow by chance
 
 
+@pytest.mark.long
 def test_a_slowdown_of_all_ranks_has_job_scope(tmp_path: Path):
     faults = FaultPlan()
     for rank in range(3):
@@ -167,6 +169,7 @@ def test_a_slowdown_of_all_ranks_has_job_scope(tmp_path: Path):
     assert 10 <= step <= 18  # on a busy machine, ranks may differ too much for some rounds to count
 
 
+@pytest.mark.long
 def test_a_rank_that_waits_for_a_slow_tensor_parallel_rank_is_not_named(tmp_path: Path):
     layout = Layout(replica=3, shard=1, tensor=2)
     faults = slow_layers(FaultPlan(), 4, "forward")
@@ -178,6 +181,7 @@ def test_a_rank_that_waits_for_a_slow_tensor_parallel_rank_is_not_named(tmp_path
     assert [each.failures for each in found] == [[]] * 6
 
 
+@pytest.mark.long_cases("shard group")
 @pytest.mark.parametrize(
     ("layout", "at", "rank", "ranks"),
     [

@@ -74,6 +74,7 @@ def test_a_job_that_does_not_sweep_loads_the_verified_state(killed: Plan):
         assert "the sweep of the catalog did not complete" in each.resumed.reason
 
 
+@pytest.mark.long
 def test_corruption_without_a_verified_checkpoint_is_left_to_the_user(tmp_path: Path, killed: Plan):
     plan = replace(killed, recipes=20, directory=tmp_path / "others", run_dir=tmp_path / "another")
     with pytest.raises(RankError):

@@ -19,6 +19,7 @@ COPIES = {"state/parameters", "state/optimizer"}
 SLOW = pytest.mark.slow
 
 
+@pytest.mark.long_cases("2x2 distributed")
 @pytest.mark.parametrize(
     "trial",
     [
@@ -51,6 +52,7 @@ def test_training_is_bitwise_the_same_and_everything_is_checked(trial: Trial, tm
         assert found.between == ((DTensor,) if trial.style == "distributed" else (torch.Tensor,))
 
 
+@pytest.mark.long_cases("distributed")
 @pytest.mark.parametrize(
     "style", ["distributed", *(pytest.param(each, marks=SLOW) for each in ("plain", "sequence"))]
 )
@@ -72,6 +74,8 @@ FAULTS = [
 ]
 
 
+@pytest.mark.slow_cases("stack.1/output-calls0-stack.1/output-distributed")
+@pytest.mark.long_cases("stack.1.up/weight-calls3-stack.1.up/weight-distributed")
 @pytest.mark.parametrize(
     "style", ["distributed", *(pytest.param(each, marks=SLOW) for each in ("plain", "sequence"))]
 )
@@ -83,6 +87,7 @@ def test_a_wrong_number_names_the_rank(at: str, calls: range, surface: str, styl
     assert {ranks for _, ranks, _, _ in found[0].incidents} == {(3,)}, found[0].sentences
 
 
+@pytest.mark.slow_cases("distributed")
 @pytest.mark.parametrize("style", ["distributed", pytest.param("plain", marks=SLOW)])
 def test_a_wrong_part_that_partners_add_up_is_one_incident_of_all_of_them(style: str, tmp_path: Path):
     faults = FaultPlan().flip_bit(rank=3, at="stack.1.up/output", step=2, bit=30, calls=REPLAY)
@@ -91,6 +96,7 @@ def test_a_wrong_part_that_partners_add_up_is_one_incident_of_all_of_them(style:
     assert "one of them may have received it from another" in found[0].sentences[0]
 
 
+@pytest.mark.long_cases("output")
 @pytest.mark.parametrize(
     ("at", "calls", "surface"),
     [pytest.param(*FAULTS[0], id="output"), pytest.param(*FAULTS[3], id="weight", marks=SLOW)],

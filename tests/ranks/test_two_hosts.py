@@ -53,6 +53,7 @@ def connected(run_dir: Path) -> list[str]:
     return [path.read_text() for path in paths]
 
 
+@pytest.mark.long_cases("no-names")
 @pytest.mark.parametrize(
     ("names", "variables"),
     [

@@ -37,6 +37,7 @@ def other(run_dir: Path) -> Path:
     return run_dir.with_name("other")
 
 
+@pytest.mark.long_cases("there")
 @needs_mounts
 @pytest.mark.parametrize(
     ("faults", "named"),

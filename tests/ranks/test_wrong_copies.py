@@ -70,6 +70,7 @@ def test_two_copies_that_differ_are_not_trusted_though_nobody_can_be_named(plan:
     assert {each.status["verified"] for each in results} == {4}
 
 
+@pytest.mark.long
 def test_owned_state_that_changed_in_its_capture_step_is_not_trusted(plan: Plan):
     """Nobody has another copy to compare it with; whether it changed before or after, nobody knows."""
     results = run_ranks(train, RANKS, replace(plan, kind="fsdp"), timeout=120)

@@ -233,6 +233,7 @@ def test_delays_take_time():
     assert time.monotonic() - start >= 0.3
 
 
+@pytest.mark.slow
 def test_a_killed_process_is_still_seen_to_have_been_killed(tmp_path: Path):
     log = tmp_path / "fired.jsonl"
     pid = os.spawnv(os.P_NOWAIT, os.sys.executable, [os.sys.executable, "-c", KILLED, str(log)])

@@ -78,6 +78,7 @@ def interpreted() -> dict[str, dict[str, list[int]]]:
     return json.loads(finished.stdout)
 
 
+@pytest.mark.slow
 def test_every_size_and_alignment_folds_as_in_torch(interpreted):
     cases = interpreted["alignment"]
     assert len(cases) == len(SIZES) * len(OFFSETS)

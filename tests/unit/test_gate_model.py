@@ -199,6 +199,7 @@ def renumbered(gate: CheckpointGate, witness: Witness) -> object:
     )
 
 
+@pytest.mark.long_cases("K=2,every=1,keep=0")
 @pytest.mark.parametrize(
     "start",
     [

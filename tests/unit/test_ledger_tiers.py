@@ -156,6 +156,7 @@ WORKS = [(True, True), (True, False), (False, True), (False, False)]
 """Whether memory's ledger can be written, and the disk's."""
 
 
+@pytest.mark.slow_cases("K=1,every=1,keep=0", "K=None,every=2,keep=1")
 @STARTS
 def test_in_long_histories_what_the_ledgers_name_is_there(start: CheckpointGate):
     chance, refused, promoted = random.Random(0), 0, 0

@@ -90,6 +90,7 @@ replicator.close()
 """
 
 
+@pytest.mark.slow
 def test_idle_connections_leave_a_trainer_its_descriptors_and_its_time(tmp_path: Path):
     """As it was seen: they exhausted the trainer's descriptors, its own files and DataLoaders failed."""
     victim = subprocess.Popen(

@@ -43,6 +43,8 @@ def implementations(name: str) -> list[dict]:
     return [{"lr": 0.01, **SETTINGS[name], **flag} for flag in flags or [{}]]
 
 
+QUICK = ("*AdamW*", "*Adafactor*", "*Muon", "*SGD-foreach", "*NAdam-foreach", "*Adadelta")
+"""The others are as they are, and are tried with ``make test-slow``."""
 EVERY = pytest.mark.parametrize(
     ("name", "settings"),
     [
@@ -78,6 +80,7 @@ def assert_reproduced(found):
     assert ABSENT not in found[0].values()
 
 
+@pytest.mark.slow_except(*QUICK)
 @EVERY
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("steps_before", [0, 2])
@@ -93,6 +96,7 @@ def test_healthy_ranks_reproduce_their_update(name, settings, dtype, steps_befor
     assert not torch.equal(before, job.ranks[0].parameters["layer.0/weight"])
 
 
+@pytest.mark.slow_except(*QUICK)
 @EVERY
 def test_a_wrong_real_result_is_seen_on_its_rank(name, settings):
     job = Job(made(name, settings))
@@ -190,6 +194,7 @@ class Rounding(torch.optim.SGD):
                 parameter.data.sub_(parameter.grad * noise, alpha=group["lr"])
 
 
+@pytest.mark.slow_except(*QUICK)
 @EVERY
 def test_training_is_bitwise_what_it_is_without_replay(name, settings):
     with_replay, without = (Job(made(name, settings), shapes=[(33, 67), (5, 3)], ranks=2) for _ in range(2))

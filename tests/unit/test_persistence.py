@@ -81,16 +81,28 @@ def check_after_history(peers, sigma, straggler, random, *, histories, trials):
     assert hits >= 0.99 * histories * trials
 
 
+@pytest.mark.slow_cases("128", "64")
 @pytest.mark.parametrize("peers", SIZES)
 def test_ordinary_noise_is_silent(peers):
     check_noise(peers, 1500, random=0.0, at_most=0)
 
 
+@pytest.mark.slow_cases("128", "64")
 @pytest.mark.parametrize("peers", SIZES)
 def test_random_slowness_is_rarely_reported(peers):
     check_noise(peers, 1500, random=0.01, at_most=1)
 
 
+@pytest.mark.slow_cases(
+    "128-1.15x in 1%-quiet",
+    "128-1.15x in 1%-random",
+    "128-2x in 10%-quiet",
+    "128-2x in 10%-random",
+    "64-1.15x in 1%-quiet",
+    "64-1.15x in 1%-random",
+    "64-2x in 10%-quiet",
+    "64-2x in 10%-random",
+)
 @pytest.mark.parametrize("random", RANDOM)
 @pytest.mark.parametrize(("sigma", "straggler"), STRAGGLERS)
 @pytest.mark.parametrize("peers", SIZES)

@@ -69,6 +69,7 @@ def test_the_keyboard_reaches_ranks(browser: Any, tmp_path: Path):
         assert shown.locator("#mesh .detail a").first.get_attribute("href") == "#incident-1"
 
 
+@pytest.mark.long
 def test_a_large_job_opens_from_machines_to_ranks(browser: Any, tmp_path: Path):
     write_large_run(tmp_path / "run", LARGE)
     with opened(browser, tmp_path / "run") as shown:

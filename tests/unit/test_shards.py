@@ -210,6 +210,7 @@ def test_only_what_dead_writers_left_is_cleaned(sealed: Path, tmp_path: Path):
     assert clean(tmp_path / "nowhere") == []
 
 
+@pytest.mark.long
 def test_folders_that_others_remove_meanwhile_are_passed_over(sealed: Path, tmp_path: Path):
     folder, over, rounds = tmp_path / "step-0000000009.lineage-0", threading.Event(), 0
 

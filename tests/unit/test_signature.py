@@ -91,6 +91,7 @@ def inverse_avalanche(word: int) -> int:
     return word ^ (word >> 32)
 
 
+@pytest.mark.slow_cases("*-torch.complex*", "*-torch.*64-fold", "513-*", "*-torch.uint32-fold")
 @BOTH
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("size", SIZES)

@@ -94,6 +94,9 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
+@pytest.mark.slow_except(
+    "*-amsgrad-False", "*-adafactor-False", "*-fused-False", "3-tensor lr-False", "3-odd-True"
+)
 @pytest.mark.parametrize("scheduled", [False, True])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("at", [0, 3])

@@ -92,6 +92,7 @@ def test_sigterm_is_known_from_the_run_directory_where_a_parent_took_the_exit_st
     assert trainer.ending is ending
 
 
+@pytest.mark.slow_cases("1.5-moves-False", "600.0-waits-False")
 @pytest.mark.parametrize(
     ("timeout", "how", "is_over"), [(1.5, "waits", True), (600.0, "waits", False), (1.5, "moves", False)]
 )
