@@ -352,6 +352,11 @@ HISTORIES = [
         must_come=["stop"],
     ),
     Row(
+        "the same, and only restarts are permitted: to stop needs no more",
+        given=after(wrong_numbers(2, 40), has_verified=False, act=["restart"]),
+        must_come=["stop"],
+    ),
+    Row(
         "a rank is late, and no checkpoint is known to be correct: the latest one does",
         given=after(late(2, 40), has_verified=False),
         must_come=["restart"],
@@ -364,8 +369,8 @@ HISTORIES = [
 
 def slow(**how: object) -> History:
     """A rank is slow, for the first time."""
-    permitted = {"restart_costs": how.pop("restart_costs", None)}
-    return after(Event(straggler([2], "rank", "inspect"), step=400, **how), **permitted)  # type: ignore[arg-type]
+    settings = {name: how.pop(name) for name in ("restart_costs", "act") if name in how}
+    return after(Event(straggler([2], "rank", "inspect"), step=400, **how), **settings)  # type: ignore[arg-type]
 
 
 def slow_links(**how: object) -> History:
@@ -380,6 +385,11 @@ SLOW_RANKS = [
         "a rank's layers take twice as long, and the steps of the job a third longer",
         given=slow(work_takes=2.0, step_takes=1.33),
         must_come=["replace b"],
+    ),
+    Row(
+        "the same, and only restarts are permitted: its machine is not replaced",
+        given=slow(work_takes=2.0, step_takes=1.33, act=["restart"]),
+        must_come=either(["nothing"], ["restart"]),
     ),
     Row(
         "the same, but a restart costs most of a day",
