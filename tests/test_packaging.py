@@ -113,11 +113,3 @@ def test_the_version_is_the_same_everywhere():
     assert citation["version"] == torchscout.__version__ == version("torchscout")
     assert f'version = "{torchscout.__version__}"' in (ROOT / "pyproject.toml").read_text()
     assert "## [Unreleased]" in (ROOT / "CHANGELOG.md").read_text()
-
-
-def test_issue_templates_are_complete_forms():
-    for path in (ROOT / ".github" / "ISSUE_TEMPLATE").glob("[!c]*.yml"):
-        form = yaml.safe_load(path.read_text())
-        assert {"name", "description", "body"} <= form.keys()
-        identities = [part["id"] for part in form["body"]]
-        assert len({*identities}) == len(identities) >= 2

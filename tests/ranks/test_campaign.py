@@ -247,14 +247,6 @@ def test_ranks_that_break_are_replaced_and_their_cell_fails(tmp_path: Path):
     assert after.grade.passed, after.grade.reason
 
 
-@pytest.mark.long
-def test_a_mistyped_row_is_refused_before_anything_starts(tmp_path: Path):
-    done = scout("paper", "--cells", "numerical", "--resume", tmp_path / "campaign")
-    assert done.returncode == 2
-    assert "no cell matches 'numerical'" in done.stderr
-    assert not (tmp_path / "campaign").exists()
-
-
 @pytest.mark.slow
 def test_a_quick_campaign_passes(tmp_path: Path):
     done = scout("paper", "--quick", "--seed", "3", "--json", "--resume", tmp_path)

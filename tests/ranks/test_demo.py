@@ -13,10 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 from tests.ranks.test_campaign import processes_of
-from torchscout.cli.main import app
 from torchscout.decision.records import recorder
 from torchscout.decision.records.record import Incident
 from torchscout.decision.records.recorder import Stamped
@@ -166,25 +164,3 @@ def test_on_a_terminal_the_ranks_are_a_live_table(tmp_path: Path):
     assert "Exactly the injected faults were named." in screen
     assert "bitwise the state of a job without faults" in screen
 
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--at", "layer.2.attention.queries/weight"], "layer.2.attention.query/weight"),
-        (["--rank", "8"], "the job has ranks 0 to 7, got 8"),
-        (["--mesh", "replica=2,tensor=2"], "2 replicas have no majority that can name one"),
-        (["--mesh", "replica=4,tensor=3"], "cannot be split over 3 ranks"),
-        (["--mesh", "data=4"], "a mesh must be replica=N"),
-        (["--mesh", "replica=4,expert=3"], "4 experts cannot be split over 3 ranks"),
-        (["--mesh", "replica=2,expert=4"], "2 replicas have no majority that can name one"),
-        (["--mesh", "replica=4,tensor=2,expert=2"], "use expert or tensor alone"),
-        (["--mesh", "replica=4,expert=2", "--at", "layer.1.mixture.experts/out"], "mixture.experts/down"),
-        (["--mesh", "replica=4", "--ranks", "8"], "has 4 ranks, not 8"),
-        (["--fault", "fire"], "fire"),
-    ],
-)
-def test_impossible_arguments_are_refused_before_anything_runs(arguments: list[str], message: str):
-    done = CliRunner().invoke(app, ["demo", *arguments])
-    assert done.exit_code == 2
-    assert message in " ".join(done.stderr.replace("│", " ").split())
-    assert "step" not in done.stdout

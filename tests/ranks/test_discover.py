@@ -10,10 +10,8 @@ import time
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 import torchscout
-from torchscout.cli.main import app
 from torchscout.experts.catalog import load, text_of
 
 SCOUT = Path(sys.executable).with_name("scout")
@@ -90,35 +88,3 @@ def test_every_routing_to_two_experts_is_covered(tmp_path: Path):
     assert (0,) in {rows[:1] for rows in chosen}
     assert set(catalog.representatives("layer.0", 0)) >= {each.rows for each in templates.selected}
 
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("--rows", "9:1"), "a range must not end before it begins, got '9:1'"),
-        (("--rows", "-1"), "got '-1'"),
-        (("--rows", "1,,2"), "row counts such as 1:2048"),
-        (("--hidden", "0"), "at least 1, got 0"),
-        (("--experts", "-3"), "at least 1, got -3"),
-        (("--layers", "a,a"), "different names, got 'a,a'"),
-        (("--kernel", "cublas"), "one of triton, torch, got 'cublas'"),
-        (("--regime", "high"), "one of pressure, waves, got 'high'"),
-        (("--tokens", "8"), "--heterogeneous and --tokens need each other"),
-        (("--output", "/no/such/folder/catalog.json"), "the folder /no/such/folder does not exist"),
-        (("--module", "nothing"), "package.module:function, got 'nothing'"),
-        (
-            ("--module", "no.such:thing"),
-            "'no.such:thing' fails: ModuleNotFoundError: No module named 'no'",
-        ),
-    ],
-)
-def test_mistakes_are_refused_before_anything_starts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], message: str
-):
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    asked = dict(zip(*[iter(("--rows", "1:4", *SMALL))] * 2, strict=True))
-    asked |= dict(zip(*[iter(arguments)] * 2, strict=True))
-    result = CliRunner().invoke(app, ["discover", *(text for pair in asked.items() for text in pair)])
-    assert result.exit_code == 2
-    assert not list(tmp_path.iterdir())
-    shown = " ".join(result.output.replace("│", " ").split())
-    assert message in shown

@@ -15,14 +15,12 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 import torchscout
 from torchscout.checkpoint.storage.lock import claim
 from torchscout.cli.doctor import probes
 from torchscout.cli.doctor.network import meet, reach_own_board
 from torchscout.cli.doctor.probes import folder_at
-from torchscout.cli.main import app
 
 SCOUT = Path(sys.executable).with_name("scout")
 ROOT = Path(torchscout.__file__).parent.parent
@@ -261,26 +259,6 @@ def test_a_signal_that_is_taken_or_blocked_is_found():
     assert "no stack was written" in done.stdout
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--mesh", "data=4"], "unknown axis 'data'"),
-        (["--mesh", "replica=3", "--experts", "2"], "cannot carve 2 expert partitions out of 3"),
-        (["--mesh", "replica=8", "--ranks", "4", "--machines", "3"], "2 machines with 4 each, not 3"),
-        (["--connect", "node1"], "HOST:PORT, such as node1:41234"),
-        (["--connect", "node1:99999"], "got 'node1:99999'"),
-        (["--state-bytes", "5", "--parameters", "5"], "not both"),
-        (["--parameters", "inf"], "got inf"),
-        (["--experts", "2"], "give --mesh too"),
-        (["--listen", "--address", "203.0.113.9", "--seconds", "0"], "Cannot assign requested address"),
-    ],
-)
-def test_a_mistake_is_refused_with_what_was_given(arguments: list[str], message: str):
-    done = CliRunner(env={"COLUMNS": "300"}).invoke(app, ["doctor", *arguments])
-    assert done.exit_code == 2
-    assert message in done.stderr
-
-
 def test_unauthenticated_connections_take_few_descriptors_of_a_listening_doctor():
     command = [SCOUT, "doctor", "--listen", "--address", "127.0.0.1"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -298,9 +276,3 @@ def test_unauthenticated_connections_take_few_descriptors_of_a_listening_doctor(
         assert meet(address, {}).problem is None, "whoever asks is still answered"
         assert len(list(Path(f"/proc/{doctor.pid}/fd").iterdir())) - before < strangers / 2
 
-
-def test_every_option_is_documented():
-    help_ = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["doctor", "--help"]).stdout
-    page = (ROOT / "docs" / "doctor.md").read_text()
-    options = {word for word in help_.split() if word.startswith("--")} - {"--help"}
-    assert [option for option in sorted(options) if option not in page] == []
