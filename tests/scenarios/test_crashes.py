@@ -21,6 +21,16 @@ def waiting_for(late: int, phase: str = "forward") -> Job:
     return job.enter("world", *job.all_but(late))
 
 
+def waiting_along_a_tensor_group(late: int) -> Job:
+    job = Job(replica=4, tensor=2, machines=two_each(8)).steps(2)
+    tensor, replica = job.along("tensor"), job.along("replica")
+    for rank in job.all_but(late):
+        job.enter(tensor[rank], rank)
+    for rank in job.all_but(*job.members(tensor[late])):
+        job.enter(replica[rank], rank)
+    return job.work("input", late)
+
+
 def with_a_timeout_of(seconds: float) -> Job:
     return Job(replica=4, machines=two_each(4)).group("world", *EVERYBODY, timeout=seconds).steps(3)
 
@@ -73,7 +83,17 @@ ROWS = [
         ),
         never=[0, 1],
     ),
+    Row(
+        "nothing is known of the device of a rank that was killed, and the others wait for it",
+        given=replicas().enter("world", 0, 1, 3).devices_finish(12, 0, 1, 3).end("killed", 2).ask(),
+        must_come=[crash([2], "rank", "restart")],
+    ),
     # One ends, and others because of it.
+    Row(
+        "a rank fails in its input, its tensor neighbour waiting for it, and everybody waiting for that one",
+        given=waiting_along_a_tensor_group(4).seconds(1).end("failed", *range(8)).ask(),
+        must_come=[crash([4], "rank", "restart")],
+    ),
     Row(
         "the launcher ends all others soon after one has failed",
         given=waiting_for(2).end("failed", 2).seconds(0.1).end("asked", 0, 1, 3).ask(0.5),

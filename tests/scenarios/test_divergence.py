@@ -54,6 +54,23 @@ def which_causes_waits() -> Job:
     return job.enter("two", 0).enter("more", 5)
 
 
+def partly_out_of_sight() -> Job:
+    """Of the operation in which rank 1 differs, rank 0 shows nothing any more, and 1 against 1 is no majority.
+    The next one decides: all enter it, and it follows from the same history on ranks 0 and 2."""
+    job = Job(replica=3).group("alone", 0).steps(2)
+    job.post("world", 1).post("world", 0, 2, operation=BARRIER)
+    for _ in range(64):
+        job.enter("alone", 0)
+    return job.enter("world", 0, 1, 2)
+
+
+def a_waited_for_pair() -> Job:
+    """Ranks 2 and 3 differ and go on, and 0 and 1 wait for them elsewhere."""
+    job = Job(replica=4).group("pair", 2, 3).group("first", 0, 2).group("second", 1, 3).steps(2)
+    job.enter("pair", 2).enter("pair", 3, operation=BARRIER).work("forward", 2, 3)
+    return job.enter("first", 0).enter("second", 1)
+
+
 def in_two_pairs() -> Job:
     """Rank 3 skips a layer. Neither its tensor pair nor its replica pair has a majority; both share it."""
     job = Job(replica=2, tensor=2).steps(2)
@@ -129,6 +146,33 @@ ROWS = [
         must_come=differs([3]),
     ),
     Row(
+        "one rank differs, and what another one did there is out of sight",
+        given=partly_out_of_sight().ask(),
+        must_come=differs([1]),
+    ),
+    Row(
+        "one rank posts something else and works on; then a rank waits for it, and no stack shows that",
+        given=Job(replica=3, stacks="none")
+        .steps(2)
+        .post("world", 0, 2)
+        .post("world", 1, operation=BARRIER)
+        .work("optimizer", 0, 1, 2)
+        .receive(0, 1)
+        .ask(),
+        must_come=differs([1]),
+    ),
+    Row(
+        "over NCCL, hosts run ahead, and one has issued another operation",
+        given=replicas()
+        .devices_follow(*EVERYBODY)
+        .enter("world", 0, 2, 3)
+        .enter("world", 1, operation=ALL_GATHER)
+        .devices_follow(*EVERYBODY)
+        .work("idle", *EVERYBODY)
+        .ask(),
+        must_come=differs([1]),
+    ),
+    Row(
         "one rank leaves an operation out, and is ahead of the others since",
         given=skipped().ask(),
         must_come=differs([2]),
@@ -159,6 +203,16 @@ ROWS = [
         must_come=differs([1]),
     ),
     Row(
+        "the library ends a rank for what another one has posted, while all go on",
+        given=replicas()
+        .post("world", 0, 2, 3)
+        .post("world", 1, operation=reduced(512))
+        .work("forward", *EVERYBODY)
+        .end("failed", 0)
+        .ask(0.5),
+        must_come=differs([1]),
+    ),
+    Row(
         "two pairs differ and share one rank",
         given=in_two_pairs().ask(),
         must_come=differs([3]),
@@ -173,6 +227,11 @@ ROWS = [
         "two members of a pair differ",
         given=Job(replica=2).steps(2).enter("world", 0).enter("world", 1, operation=BARRIER).ask(),
         must_come=differs([0, 1], "process group"),
+    ),
+    Row(
+        "two members of a pair differ and go on, and two more wait for one of them each",
+        given=a_waited_for_pair().ask(),
+        must_come=differs([2, 3], "process group"),
     ),
     Row(
         "a message is sent with another size than is expected",

@@ -126,6 +126,21 @@ def inside_graphs() -> Job:
     return job.work("idle", 0, 1, 3)
 
 
+def host_checks_beside_a_stuck_device() -> Job:
+    """All ranks have issued an operation that the device of rank 2 never comes to. Then 0 and 1 wait for 2 and
+    3 on their hosts, in a group that uses no devices."""
+    job = with_devices().enter("world", *EVERYBODY).devices_follow(0, 1, 3).work("idle", *EVERYBODY)
+    return job.group("checks", *EVERYBODY).enter("checks", 0, 1)
+
+
+def couple_that_posted_more(**settings: str) -> Job:
+    """Ranks 0 and 1 wait for what they have posted together; each has sent or received something since."""
+    job = Job(replica=4, **settings).group("couple", 0, 1).steps(2).post("couple", 0, 1)
+    for first, second in ((0, 2), (1, 3)):
+        job.send(first, second, posted=True).receive(second, first)
+    return job.work("optimizer", *EVERYBODY).stack(0, "waits").stack(1, "waits")
+
+
 def many_messages() -> Job:
     """Rank 0 has sent 1,024 messages, each with a tag of its own, before the group is first used."""
     job = Job(replica=4, machines=one_each(4), stacks="shown").steps(2)
@@ -165,6 +180,11 @@ ROWS = [
     Row(
         "a rank is stopped by a signal",
         given=replicas().enter("world", 0, 2, 3).stop(1).ask(),
+        must_come=either([hang([1], "rank", "inspect")], [hang([1], "rank", "preflight")]),
+    ),
+    Row(
+        "a rank is stopped, and its stack looks like a wait",
+        given=replicas().enter("world", 0, 2, 3).work("forward", 1).stack(1, "waits").stop(1).ask(),
         must_come=either([hang([1], "rank", "inspect")], [hang([1], "rank", "preflight")]),
     ),
     Row(
@@ -241,7 +261,25 @@ ROWS = [
         never=[1, 2],
         wrong=wrong_today("observer H8", says=[hang([1], "rank", "restart")]),
     ),
+    Row(
+        "a rank waits for any message of a batch, the last of which is answered, without stacks",
+        given=Job(pipeline=3, stacks="none")
+        .group("tied", 1, 2)
+        .steps(2)
+        .receive(1, 0)
+        .receive(1, 2)
+        .send(2, 1)
+        .enter("tied", 2)
+        .work("input", 0)
+        .ask(),
+        must_come=[hang([0], "rank", "restart")],
+    ),
     # Silence that is no hang.
+    Row(
+        "what ranks have only posted holds nobody up, and no stack shows a wait",
+        given=replicas(stacks="none").post("world", 0, 1, 3).work("evaluation", *EVERYBODY).ask(),
+        must_come=[],
+    ),
     Row(
         "all ranks evaluate, and nobody waits for anybody",
         given=replicas().work("evaluation", *EVERYBODY).ask(),
@@ -368,6 +406,27 @@ ROWS = [
         must_come=stuck([0, 1]),
     ),
     Row(
+        "two ranks do not return from what they have posted, and each has exchanged a message since",
+        given=couple_that_posted_more().ask(),
+        must_come=stuck([0, 1]),
+    ),
+    Row(
+        "two ranks have posted something together, and show no stacks; a third waits for both",
+        given=Job(replica=3)
+        .group("couple", 0, 1)
+        .group("a", 0, 2)
+        .group("b", 1, 2)
+        .steps(2)
+        .post("couple", 0, 1)
+        .work("optimizer", 0, 1)
+        .no_stack(0, 1)
+        .post("a", 2)
+        .post("b", 2)
+        .stack(2, "waits")
+        .ask(),
+        must_come=stuck([0, 1]),
+    ),
+    Row(
         "both ranks of a tensor group are stuck in their own code after its last operation, without stacks",
         given=tensor_group_in_host_code().ask(),
         must_come=either([hang([0, 1], "rank", "restart")], [hang([0, 1], "process group", "restart")]),
@@ -430,6 +489,11 @@ ROWS = [
         must_come=[hang([0, 1], "process group", "restart")],
     ),
     Row(
+        "a device is stuck, and two hosts wait for its rank in a group that uses no devices",
+        given=host_checks_beside_a_stuck_device().ask(),
+        must_come=[hang([2], "rank", "restart")],
+    ),
+    Row(
         "nothing is known of the device of the rank whose host seems late",
         given=replicas().enter("world", 0, 1, 3).work("input", 2).devices_finish(12, 0, 1, 3).ask(),
         must_come=[hang(EVERYBODY, "process group", "restart")],
@@ -438,6 +502,16 @@ ROWS = [
     Row(
         "three devices wait in a CUDA graph; the fourth is idle, and its host is behind",
         given=inside_graphs().devices_busy(0, 1, 3).devices_idle(2).ask(),
+        must_come=[hang([2], "rank", "restart")],
+    ),
+    Row(
+        "the same, and the graph was captured before anybody looked",
+        given=with_devices()
+        .work("idle", *EVERYBODY)
+        .work("idle", 0, 1, 3)
+        .devices_busy(0, 1, 3)
+        .devices_idle(2)
+        .ask(),
         must_come=[hang([2], "rank", "restart")],
     ),
     Row(

@@ -192,6 +192,11 @@ ROWS = [
         must_come=not_known(0, 1),
     ),
     Row(
+        "a pair does not come back, and the observer of one of the two does not answer",
+        given=confirmed(replicas(8).group("pair", 0, 1).enter("pair", 0, 1).no_answer(1)),
+        must_come=not_known(0, 1),
+    ),
+    Row(
         "an observer in a tensor group does not answer: its groups are listed, and not who waits for them",
         given=confirmed(absent_in_a_tensor_group()),
         must_come=not_known(0, 2, 4, 5, 6),

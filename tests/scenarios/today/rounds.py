@@ -86,6 +86,13 @@ def conclusions(job: Job) -> list[list[Finding]]:
     return found[0]
 
 
+def last_round(job: Job) -> tuple[Incident | None, Reports]:
+    """What is concluded from the last round, in full, and what it is concluded from."""
+    with closing(_Play(job, job.stacks != "none").events()) as events:
+        *_, last = (each for each in events if each is not None)
+    return last
+
+
 def written(job: Job) -> list[tuple[str, Finding | tuple[int, ...]]]:
     """What a hub writes: ``new`` with a finding, and ``over`` with the ranks of one that is over."""
     play, reported, lines = _Play(job, job.stacks != "none"), ReportedIncidents(), []
