@@ -81,47 +81,12 @@ def test_only_what_is_wanted_is_taken_and_in_that_order():
         agree(inventories, [])
 
 
-def test_a_rank_without_the_newest_makes_all_take_the_next_and_it_is_said():
-    inventories = listings(of_both(0, (MEMORY, 0)), [ShardLocation(1, OLD, DISK, 1)])
-    plan = agree(inventories, [NEW, OLD])
-    assert plan.generation == OLD
-    assert plan.sources == (Source(0, MEMORY, 0), Source(1, DISK, 1))
-    assert plan.reason == (
-        "All ranks load step 6, because step 8 cannot be had: no whole shard of rank 1 is left in "
-        "any memory or on any disk, and its random state and data position cannot be taken from another rank"
-    )
-
-
-def test_both_holders_lost_is_an_outcome_that_says_whose_state_is_gone():
-    inventories = listings(of_both(0, (MEMORY, 0)), [])
-    plan = agree(inventories, [NEW, OLD])
-    assert plan.generation is None
-    assert plan.sources == ()
-    assert (
-        "No checkpoint is left that may be loaded: step 8 cannot be had: no whole shard of rank 1"
-        in plan.reason
-    )
-    assert "step 6 cannot be had: no whole shard of rank 1 is left" in plan.reason
-    assert agree(listings([], []), [NEW]).passed == ((NEW, "no rank has a shard of it"),)
-
-
 def test_a_copy_is_read_by_whose_file_it_is_where_several_find_it():
     """Ranks 2 and 3 are on one machine and see the same memory."""
     copies = [ShardLocation(rank, NEW, MEMORY, 2 + rank) for rank in (0, 1)]
     own = [ShardLocation(rank, NEW, MEMORY, rank) for rank in (2, 3)]
     plan = agree(listings([], [], copies + own, copies + own), [NEW])
     assert [source.reader for source in plan.sources] == [2, 3, 2, 3]
-
-
-def test_a_rank_that_moved_finds_its_state_in_files_that_others_held():
-    plan = agree(
-        listings(
-            [ShardLocation(1, NEW, MEMORY, 1)],
-            [ShardLocation(0, NEW, DISK, 3), ShardLocation(1, NEW, DISK, 0)],
-        ),
-        [NEW],
-    )
-    assert plan.sources == (Source(1, DISK, 3), Source(1, DISK, 0))
 
 
 @pytest.mark.parametrize(

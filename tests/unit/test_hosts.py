@@ -68,27 +68,10 @@ def test_a_run_directory_lists_what_a_dry_run_would_replace(tmp_path: Path):
     assert (report["used"], report["devices"]) == ([entry["host"]], {"1": "GPU-1"})
 
 
-def test_without_excluded_machines_the_status_is_0_and_the_file_empty(tmp_path: Path):
-    assert ask(tmp_path, "--exclude-file", tmp_path / "out") == (0, "\n")
-    assert (tmp_path / "out").read_text() == ""
-
-
-def test_a_stopped_job_has_its_own_status(tmp_path: Path):
-    RestartPlan.first().after(replacing("node-3")).after(STOP).write(tmp_path)
-    status, output = ask(tmp_path, "--json")
-    assert (status, json.loads(output)["stopped"]) == (4, "Stop the job.")
-
-
 def test_what_is_no_name_of_a_machine_reaches_no_command(tmp_path: Path):
     plan = RestartPlan.first().after(replacing("node-3", "--all", "a b", "x;reboot", "y\nz"))
     plan.write(tmp_path)
     assert ask(tmp_path) == (3, "node-3\n")
-
-
-def test_a_damaged_plan_is_refused(tmp_path: Path):
-    RestartPlan.path(tmp_path).write_text("{")
-    RestartPlan.path(tmp_path).chmod(0o600)
-    assert ask(tmp_path)[0] == 2
 
 
 def recipe(name: str) -> str:

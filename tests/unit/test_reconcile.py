@@ -13,7 +13,7 @@ from typing import TypeAlias
 
 import pytest
 
-from tests.unit.test_gate import steps, train
+from tests.unit.test_gate import train
 from tests.unit.test_gate_model import events_for
 from torchscout.checkpoint.trust.gate import CheckpointGate, transition
 from torchscout.checkpoint.trust.gate_state import Checked, Lost, Outcome, Recovered, Sealed
@@ -149,60 +149,6 @@ def test_a_gate_that_all_ranks_have_is_kept_as_it_is_but_for_a_write_under_way(c
 
 def test_ranks_without_a_ledger_know_nothing():
     assert reconcile([]) == reconcile([None, None]) == CheckpointGate()
-
-
-def test_an_unfinished_promotion_stays_a_candidate():
-    before = train(CheckpointGate(recipes=2), "hhh")
-    done, _ = transition(before, Checked(4, Outcome.HEALTHY))
-    assert (steps(done), done.pending) == ((3, None, 2), Generation(4))
-    agreed = reconcile([done, before])
-    assert agreed.verified is None
-    assert agreed.candidate == Generation(2)
-    assert agreed.captured == (Generation(3),)
-
-
-def test_an_unfinished_certification_does_not_count():
-    before = train(CheckpointGate(), "hhh")
-    ahead, _ = transition(before, Checked(4, Outcome.HEALTHY))
-    agreed = reconcile([before, ahead])
-    assert (steps(agreed), agreed.pending) == ((3, None, 3), None)
-
-
-def test_what_one_rank_knows_to_be_sealed_is_sealed_on_all():
-    behind, _ = transition(train(CheckpointGate(), "hhh"), Checked(4, Outcome.HEALTHY))
-    ahead, _ = transition(transition(behind, Sealed(Generation(4)))[0], Checked(5, Outcome.HEALTHY))
-    agreed = reconcile([ahead, behind])
-    assert (steps(agreed), agreed.pending) == ((4, None, 4), None)
-
-
-@pytest.mark.parametrize(("is_there", "expected"), [(True, (4, None, 4)), (False, (3, None, 3))])
-def test_what_was_being_captured_counts_if_every_ranks_shard_is_there(is_there: bool, expected: object):
-    gate, _ = transition(train(CheckpointGate(), "hhh"), Checked(4, Outcome.HEALTHY))
-    found = settled(reconcile([gate, gate]), lambda _: is_there)
-    assert (steps(found), found.pending) == (expected, None)
-    assert Generation(3) in found.trusted
-    assert Generation(3) in found.captured, "it may have to take the place of a damaged one"
-
-
-def test_a_job_that_ended_before_its_first_capture_was_sealed_has_nothing():
-    gate, _ = transition(CheckpointGate(), Checked(1, Outcome.HEALTHY))
-    assert settled(reconcile([gate, gate]), lambda _: False).held == frozenset()
-
-
-def test_corruption_seen_by_some_ranks_counts():
-    before = train(CheckpointGate(recipes=2), "hhhhh")
-    agreed = reconcile([before, train(before, "x"), before])
-    assert agreed.poisoned == 6
-    assert steps(agreed) == (None, None, 2)
-
-
-def test_an_unfinished_recovery_does_not_count():
-    """One rank trains on in a new lineage, another has not written down that corruption is behind it."""
-    corrupt = train(CheckpointGate(recipes=2), "hhhhx")
-    recovered, _ = transition(corrupt, Recovered(Generation(2)))
-    agreed = reconcile([train(recovered, "h"), corrupt])
-    assert (agreed.poisoned, agreed.lineage, agreed.verified) == (5, 1, Generation(2))
-    assert select_checkpoint(Failure.OTHER, agreed).generation == Generation(2)
 
 
 def test_different_catalogs_are_the_larger_and_its_cycle_starts_again():

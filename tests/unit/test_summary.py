@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -11,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.test_record import EVIDENCE, INCIDENT, NOT_CHECKED, RESOLVED
+from tests.unit.test_record import EVIDENCE
 from torchscout.config import StragglerConfig
-from torchscout.decision.consensus.rules import exact, statistical
+from torchscout.decision.consensus.rules import exact
 from torchscout.decision.records.record import Agreements, EvidenceRecord, Manifestation
 from torchscout.decision.records.recorder import JsonlRecorder, Problem, Recordable, Stamped, read
 from torchscout.decision.records.summary import SummaryRecorder
@@ -45,16 +44,6 @@ def agreeing(
     )
 
 
-def timed(*milliseconds: float) -> EvidenceRecord:
-    return EvidenceRecord(
-        step=1,
-        surface="time/module",
-        manifestation=Manifestation.STRAGGLER,
-        peers=tuple(range(len(milliseconds))),
-        verdict=statistical(milliseconds),
-    )
-
-
 def written(items: Sequence[Recordable]) -> list[Recordable]:
     kept = Kept()
     recorder = SummaryRecorder(kept, CONFIG)
@@ -69,20 +58,6 @@ def counts(items: Sequence[Recordable]) -> list[list[tuple[str, int, int, int]]]
     """Of each line: what was compared, how often, from which step to which."""
     assert all(isinstance(each, Agreements) for each in items)
     return [[(e.surface, e.count, e.first, e.last) for e in each.surfaces] for each in items]
-
-
-@pytest.mark.parametrize(
-    "item", [EVIDENCE, NOT_CHECKED, INCIDENT, RESOLVED], ids=lambda each: type(each).__name__
-)
-def test_findings_are_passed_on_at_once(item: Recordable):
-    kept = Kept()
-    SummaryRecorder(kept, CONFIG).record(item)
-    assert kept.items == [item]
-
-
-def test_peers_that_disagree_without_a_majority_are_passed_on():
-    item = replace(agreeing(1, peers=(0, 1)), verdict=exact([1, 2]))
-    assert written([item]) == [item]
 
 
 def test_agreements_are_counted_until_the_end():
@@ -136,23 +111,6 @@ def test_memory_of_unwritten_counts_is_bounded():
 def test_each_group_of_peers_has_a_line_of_its_own():
     lines = written([agreeing(1, peers=(0, 1)), agreeing(1, peers=(0, 1, 2)), agreeing(2, peers=(0, 1))])
     assert sorted(each.peers for each in lines) == [(0, 1), (0, 1), (0, 1, 2)]
-
-
-@pytest.mark.parametrize(
-    ("times", "is_counted"),
-    [
-        ((10.0, 10.0, 10.0, 10.0), True),
-        ((10.0, 10.01, 10.0, 10.5), True),  # an outlier, by less than anybody cares about
-        ((1.0, 1.001, 1.0, 1.9), True),  # nearly twice as long, but less than a millisecond
-        ((10.0, 10.01, 10.0, 15.0), False),
-        ((10.0, 10.01, 10.0, 2.0), True),  # faster is not slow
-        ((10.0, 15.0), False),
-        ((10.0, math.inf, math.inf), False),  # most were not timed
-    ],
-)
-def test_of_times_what_is_materially_slower_is_written(times: tuple[float, ...], is_counted: bool):
-    (line,) = written([timed(*times)])
-    assert isinstance(line, Agreements) is is_counted
 
 
 class FullDisk(Kept):
