@@ -1,4 +1,4 @@
-"""Clients that a framework trains: Hugging Face with and without its Trainer, Lightning and its Fabric,
+"""Programs that a framework trains: Hugging Face with and without its Trainer, Lightning and its Fabric,
 DeepSpeed, Megatron-Core.
 """
 
@@ -14,8 +14,8 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset
 
-from tests.clients.job import Job
-from tests.clients.models import GPT, LENGTH, next_token_loss, text
+from evaluation.jobs.job import Job
+from evaluation.jobs.models import GPT, LENGTH, next_token_loss, text
 
 
 def huggingface_loop(job: Job) -> None:

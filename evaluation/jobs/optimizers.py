@@ -1,4 +1,4 @@
-"""Clients whose optimizer is the point: it communicates, it is sharded, or it is one of the less usual."""
+"""Programs whose optimizer is the point: it communicates, it is sharded, or it is one of the less usual."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.clients.job import Job
-from tests.clients.models import GPT, next_token_loss, text
+from evaluation.jobs.job import Job
+from evaluation.jobs.models import GPT, next_token_loss, text
 from torchscout.config import Parallelism
 
 

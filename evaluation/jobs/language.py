@@ -1,4 +1,4 @@
-"""Clients that model language: nanoGPT's loop in several forms, LoRA, reinforcement learning, an LSTM."""
+"""Programs that model language: nanoGPT's loop in several forms, LoRA, reinforcement learning, an LSTM."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch.nn import functional as F  # noqa: N812  as everywhere
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from tests.clients.job import Job
-from tests.clients.models import GPT, LENGTH, next_token_loss, text
+from evaluation.jobs.job import Job
+from evaluation.jobs.models import GPT, LENGTH, next_token_loss, text
 from tests.support.fp8_layers import Float8Linear
 
 Context = Callable[[], AbstractContextManager[object]]

@@ -1,4 +1,4 @@
-"""Clients whose model is divided among ranks: FSDP2, HSDP, tensor parallelism without replicas."""
+"""Programs whose model is divided among ranks: FSDP2, HSDP, tensor parallelism without replicas."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from tests.clients.job import Job
-from tests.clients.models import GPT, next_token_loss, text
+from evaluation.jobs.job import Job
+from evaluation.jobs.models import GPT, next_token_loss, text
 from torchscout.config import Parallelism
 
 

@@ -1,4 +1,4 @@
-"""Clients with images: convolutions with batch norm, a ViT, two models that train against each other."""
+"""Programs with images: convolutions with batch norm, a ViT, two models that train against each other."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch.nn import functional as F  # noqa: N812  as everywhere
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from tests.clients.job import Job
-from tests.clients.models import Block, ResNet, images
+from evaluation.jobs.job import Job
+from evaluation.jobs.models import Block, ResNet, images
 from torchscout.config import Parallelism
 
 

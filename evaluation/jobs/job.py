@@ -1,8 +1,9 @@
-"""One rank of a client: its own training loop, with torchscout attached to it or not, and what happens to it.
+"""One rank of a job: its own training loop, with torchscout attached to it or not, and what happens to it.
 
-A client is a function that trains as its author wrote it. It knows three things of this file: it calls
-``attach`` once, where a user would call ``enable_resiliency``, goes over ``steps``, and takes its rank from
-here. Whether torchscout is attached at all, and which fault comes when, is the ``Trial``'s to say.
+A training program of the catalog is a function that trains as its author wrote it. It knows three things of
+this file: it calls ``attach`` once, where a user would call ``enable_resiliency``, goes over ``steps``, and
+takes its rank from here. Whether torchscout is attached at all, and which fault comes when, is said by the
+``Trial``.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import hashlib
 import logging
 import os
 import signal
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -18,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -25,12 +28,20 @@ from torch.distributed.tensor import DTensor
 
 from torchscout.attach import enable_resiliency
 from torchscout.config import CheckpointConfig, ObserverConfig, ReplayConfig
-from torchscout.decision.records.record import Incident
-from torchscout.faults.fault import since
+from torchscout.decision.records import recorder
+from torchscout.decision.records.record import EvidenceRecord, Incident, Manifestation
 from torchscout.faults.injector import Injector
 from torchscout.faults.plan import FaultPlan
 from torchscout.session.session import Session
 
+_HOOKS = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+    "_optimizer_step_pre_hooks",
+    "_optimizer_step_post_hooks",
+)
 SLEEP_SECONDS = 8.0
 """How long a late rank sleeps: longer than ``min_silence_seconds`` of a trial with a late rank."""
 SLOW_SECONDS = 0.3
@@ -39,24 +50,30 @@ SLOW_SECONDS = 0.3
 
 @dataclass(frozen=True)
 class Trial:
-    """How a client is trained. Faults are a rank and a step; nothing happens where they are None."""
+    """How a job is trained. Faults are a rank and a step; nothing happens where they are None."""
 
     steps: int = 60
     run_dir: Path | None = None
     """None trains without torchscout."""
     interval: int = 5
     min_silence_seconds: float = 30.0
-    """No healthy step of these clients takes as long, whatever else the machine does."""
+    """No healthy step of these jobs takes as long, whatever else the machine does."""
+    keeps_records: bool = False
+    """Whether every comparison is recorded and returned, agreements as well."""
     attach_after: int = 0
     """Steps that are trained before torchscout is attached."""
     close_after: int | None = None
     """The step after which the session is closed, and training goes on."""
     flip: tuple[int, int] | None = None
     """A bit of a weight changes between the update before this step and the step."""
-    slow: tuple[int, int] | None = None
-    """Every layer takes longer from this step on."""
+    slow: tuple[int, range] | None = None
+    """Every layer of a rank takes longer in these steps, and when it is replayed."""
+    faults: FaultPlan = FaultPlan()  # noqa: RUF009  frozen
+    """Faults at places of the model, of the optimizer or of collectives."""
     sleep: tuple[int, int] | None = None
     """The rank sleeps before this step, and goes on."""
+    diverge: tuple[int, int] | None = None
+    """The rank enters a collective before this step that no other rank enters."""
     kill: tuple[int, int] | None = None
     """The rank is killed before this step."""
     end: int | None = None
@@ -72,6 +89,10 @@ class Report:
     bits: dict[int, str] = field(default_factory=dict)
     """A digest of all that training leaves on this rank, after each step."""
     incidents: list[Incident] = field(default_factory=list)
+    records: list[EvidenceRecord] = field(default_factory=list)
+    """All comparisons of this rank, where the trial keeps them."""
+    log: list[str] = field(default_factory=list)
+    """Warnings and errors that torchscout has logged."""
     failures: list[str] = field(default_factory=list)
     status: dict[str, Any] = field(default_factory=dict)
     certified: int | None = None
@@ -80,13 +101,24 @@ class Report:
     changed: int = 0
     """Bits that a flip has changed."""
     fired: int = 0
-    """How often a slow layer was seen to be slow."""
-    hooks_left: int = 0
-    """Hooks on models and optimizers after ``close`` that were not there before."""
+    """How often a fault of the plan, or a slow layer, was seen to happen."""
+    left: list[str] = field(default_factory=list)
+    """Hooks, threads and processes that are there after ``close`` and were not before."""
     resumed: int = 0
     """The step of the checkpoint that training went on from."""
-    seconds: float = 0.0
-    """Of training."""
+
+    @property
+    def numbers(self) -> list[EvidenceRecord]:
+        """The records of comparisons of numbers, without those of times."""
+        return [each for each in self.records if each.manifestation is Manifestation.SDC]
+
+    @property
+    def agreed(self) -> set[str]:
+        return {each.surface for each in self.numbers if each.verdict is not None and each.verdict.agrees}
+
+    @property
+    def unchecked(self) -> dict[str, str | None]:
+        return {each.surface: each.reason for each in self.numbers if each.verdict is None}
 
 
 class Position:
@@ -103,14 +135,13 @@ class Position:
 
 
 class Job:
-    """The functions that a client's loop calls."""
+    """The functions that a training loop calls."""
 
     def __init__(self, rank: int, trial: Trial) -> None:
         warnings.filterwarnings("ignore")
-        logging.getLogger("torchscout").setLevel(logging.CRITICAL)  # incidents are read, not printed
         self.rank, self.world, self._trial = rank, dist.get_world_size(), trial
         self.device = "cuda" if dist.get_backend() == "nccl" else "cpu"
-        torch.set_default_device(self.device)  # as a client may do
+        torch.set_default_device(self.device)  # as a program may do
         if self.device == "cuda":
             _repeat_yourself()
         self.report = Report()
@@ -124,7 +155,8 @@ class Job:
         self._also: Callable[[], Iterable[Any]] = tuple
         self._weight: Callable[[], torch.Tensor] | None = None
         self._injector: Injector | None = None
-        self._hooks = 0
+        self._before: set[str] = set()
+        self._log = _Log(self.report.log)
         self._position = Position()
         torch.manual_seed(0)
 
@@ -151,8 +183,9 @@ class Job:
         self._states, self._also, self._weight = states or {}, also, weight
         torch.manual_seed(1000 + self.rank)  # dropout is each rank's own
         bare, updates = slow if slow else (_bare(self._modules[0]), self._optimizers[-1])
-        self._injector = Injector(self._slowness(bare), self.rank, bare, updates)
-        self._hooks = self._count_hooks()
+        faults = self._trial.faults + self._slowness(bare)
+        self._injector = Injector(faults, self.rank, bare, updates)
+        self._before = self._present()
         if self._trial.attach_after == 0:
             self._attach()
 
@@ -180,6 +213,8 @@ class Job:
             self.report.changed = _flip(local_of(self._weight() if self._weight else self._first_matrix()))
         if trial.sleep == (self.rank, step):
             time.sleep(SLEEP_SECONDS)
+        if trial.diverge == (self.rank, step):
+            dist.all_reduce(torch.zeros(3))
         if trial.end == step:
             dist.barrier()
         if trial.kill == (self.rank, step) or trial.end == step:
@@ -197,12 +232,14 @@ class Job:
             self._close()
 
     def finish(self) -> Report:
-        """Run after the client's own end."""
+        """Run after the program's own end."""
         if self.session is not None:
             dist.barrier()  # an incident that any rank had to write is written
             self._close()
         assert self._injector is not None
         self.report.fired = len(self._injector.fired)
+        self._injector.disarm()
+        self._log.close()
         return self.report
 
     def _attach(self) -> None:
@@ -216,7 +253,7 @@ class Job:
         self.session = session = enable_resiliency(
             self._model,
             self._optimizer,
-            replay=ReplayConfig(interval=trial.interval),
+            replay=ReplayConfig(interval=trial.interval, records="all" if trial.keeps_records else "summary"),
             observer=ObserverConfig(min_silence_seconds=trial.min_silence_seconds, address="127.0.0.1"),
             checkpoint=kept,
             run_dir=trial.run_dir,
@@ -237,16 +274,18 @@ class Job:
         report.certified = session.certified_step
         session.close()
         report.failures = list(session.failures)
-        report.hooks_left = self._count_hooks() - self._hooks
+        report.left = self._left()
+        if self._trial.keeps_records:
+            report.records = _records_of(session.run_dir, self.rank)
 
     def _slowness(self, model: nn.Module) -> FaultPlan:
         if self._trial.slow is None:
             return FaultPlan()
-        rank, step = self._trial.slow
+        rank, steps = self._trial.slow
         faults = FaultPlan()
         for name in _layer_names(model):
             faults = faults.delay(
-                rank=rank, at=f"{name}/forward", step=since(step), seconds=SLOW_SECONDS, calls=None
+                rank=rank, at=f"{name}/forward", step=steps, seconds=SLOW_SECONDS, calls=None
             )
         return faults
 
@@ -269,12 +308,55 @@ class Job:
             _add(digest, torch.cuda.get_rng_state())
         return digest.hexdigest()
 
-    def _count_hooks(self) -> int:
-        modules = [each for model in self._modules for each in model.modules()]
-        kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-        of_modules = sum(len(getattr(each, kind)) for each in modules for kind in kinds)
-        named = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-        return of_modules + sum(len(getattr(each, kind, ())) for each in self._optimizers for kind in named)
+    def _left(self) -> list[str]:
+        """What is there that was not there before; an observer may take a moment to end."""
+        deadline = time.monotonic() + 10.0
+        while (left := self._present() - self._before) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return sorted(left)
+
+    def _present(self) -> set[str]:
+        """The hooks, threads and child processes that are there."""
+        modules = {f"model {n}": model for n, model in enumerate(self._modules)}
+        named = [
+            (f"{of} {name}", each) for of, model in modules.items() for name, each in model.named_modules()
+        ]
+        named += [(f"optimizer {n}", each) for n, each in enumerate(self._optimizers)]
+        hooks = {
+            f"{len(held)} in {name}.{kind}"
+            for name, each in named
+            for kind in _HOOKS
+            if (held := getattr(each, kind, ()))
+        }
+        threads = {f"thread {each.name}" for each in threading.enumerate()}
+        children = {
+            f"process {' '.join(each.cmdline()[:4])}" for each in psutil.Process().children(recursive=True)
+        }
+        return hooks | threads | children
+
+
+class _Log(logging.Handler):
+    """Keeps the warnings and errors of torchscout, which are then not printed."""
+
+    def __init__(self, lines: list[str]) -> None:
+        super().__init__(logging.WARNING)
+        self._lines, self._logger = lines, logging.getLogger("torchscout")
+        self._logger.addHandler(self)
+        self._logger.propagate = False
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._lines.append(record.getMessage())
+
+    def close(self) -> None:
+        self._logger.removeHandler(self)
+        self._logger.propagate = True
+        super().close()
+
+
+def _records_of(run_dir: Path, rank: int) -> list[EvidenceRecord]:
+    lines = recorder.read(run_dir / "records" / f"rank-{rank}.jsonl")
+    items = [line.item for line in lines if isinstance(line, recorder.Stamped)]
+    return [each for each in items if isinstance(each, EvidenceRecord)]
 
 
 def _repeat_yourself() -> None:
