@@ -30,7 +30,7 @@ test-slow: $(READY)  ## those that CI does not run either
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m slow
 
 test-gpu:  ## tests on a CUDA device, with GPU_PYTHON; NCCL tests need 4 devices or NCCL 2.30
-	$(GPU_PYTHON) -m pytest -m "gpu and not slow" -rs tests/gpu tests/scenarios
+	$(GPU_PYTHON) -m pytest -m "gpu and not slow" -rs tests/gpu tests/scenarios tests/contracts
 
 test-gpu-slow:  ## the long ones of them: healthy jobs over 2,000 steps
 	$(GPU_PYTHON) -m pytest -m "gpu and slow" -rs tests/gpu

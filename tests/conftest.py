@@ -1,4 +1,4 @@
-"""Marks single cases of a parametrized test, next to it: by patterns of their ids.
+"""Marks single cases of a parametrized test by patterns of their ids, and skips what this machine lacks.
 
 ``slow_cases("zero-3*")`` and ``long_cases(...)`` mark the cases that match, ``slow_except(...)`` those that
 match none of its patterns.
@@ -6,9 +6,13 @@ match none of its patterns.
 
 from __future__ import annotations
 
+import os
 from fnmatch import fnmatchcase
 
 import pytest
+import torch
+
+_SHARED = "NCCL_MULTI_RANK_GPU_ENABLE"
 
 
 @pytest.hookimpl(tryfirst=True)  # before they are selected by their marks
@@ -21,3 +25,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 matches = any(fnmatchcase(case, pattern) for pattern in mark.args)
                 if matches == (how == "cases"):
                     item.add_marker(kind)
+        if item.get_closest_marker("gpu") is not None and (missing := _missing(item)):
+            item.add_marker(pytest.mark.skip(reason=missing))
+
+
+def _missing(item: pytest.Item) -> str | None:
+    """``@pytest.mark.nccl(ranks)`` asks for NCCL ranks."""
+    if not torch.cuda.is_available():
+        return "needs a CUDA device"
+    nccl = item.get_closest_marker("nccl")
+    if nccl and torch.cuda.device_count() < nccl.args[0] and os.environ.get(_SHARED) != "1":
+        return f"needs {nccl.args[0]} CUDA devices, or NCCL 2.30 and {_SHARED}=1"
+    return None

@@ -14,7 +14,8 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from evaluation.jobs.catalog import CATALOG, Entry
+from evaluation.jobs.catalog import CATALOG
+from evaluation.jobs.entry import Entry
 from evaluation.jobs.job import Job, Report, Trial
 from torchscout.decision.records import recorder
 from torchscout.decision.records.record import Incident, Manifestation
@@ -297,7 +298,7 @@ def expect_silence(outcome: Outcome) -> None:
 def expect_comparisons(entry: Entry, outcome: Outcome) -> None:
     """Check that every rank has compared what the catalog says, and that it says what is not compared."""
     for rank, report in enumerate(outcome.reports):
-        missing = entry.compared - report.agreed
+        missing = {*entry.compared} - report.agreed
         expect(not missing, f"not compared on rank {rank}: {sorted(missing)}", sorted(report.agreed))
         surprising = {
             name: why

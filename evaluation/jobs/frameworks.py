@@ -8,12 +8,14 @@ import logging
 import os
 import tempfile
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset
 
+from evaluation.jobs.entry import Entry
 from evaluation.jobs.job import Job
 from evaluation.jobs.models import GPT, LENGTH, next_token_loss, text
 
@@ -239,3 +241,38 @@ def _fed(job: Job, loader: Any) -> Iterator[tuple[int, Any]]:
     source = iter(loader)
     for step in job.steps():
         yield step, next(source)
+
+
+JOBS: dict[str, Entry] = {
+    "huggingface": Entry(huggingface_loop, needs=("transformers",)),
+    "huggingface-trainer": Entry(
+        huggingface_trainer,
+        patience=2,
+        not_resumed="goes on from the Trainer's own checkpoints",
+        needs=("transformers", "accelerate"),
+    ),
+    "accelerate": Entry(accelerate_loop, needs=("transformers", "accelerate")),
+    "lightning": Entry(
+        lightning_trainer,
+        patience=2,
+        not_resumed="goes on from the Trainer's own checkpoints",
+        needs=("lightning",),
+    ),
+    "lightning-fabric": Entry(fabric_loop, patience=2, needs=("lightning",)),
+    "deepspeed-zero1": Entry(partial(deepspeed_zero, stage=1), patience=2, needs=("deepspeed",)),
+    "deepspeed-zero3": Entry(
+        partial(deepspeed_zero, stage=3), flip="reported", patience=2, needs=("deepspeed",)
+    ),
+    "deepspeed-zero2-offload": Entry(
+        partial(deepspeed_zero, stage=2, offloads=True), patience=2, needs=("deepspeed",)
+    ),
+    "megatron": Entry(partial(megatron, sharded=False), patience=2, needs=("megatron",)),
+    "megatron-distributed-optimizer": Entry(partial(megatron, sharded=True), patience=2, needs=("megatron",)),
+    "megatron-two-instances": Entry(
+        partial(megatron, sharded=True, instances=2),
+        ranks=4,
+        flip="reported",
+        patience=2,
+        needs=("megatron",),
+    ),
+}

@@ -12,6 +12,7 @@ from torch.nn import functional as F  # noqa: N812  as everywhere
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
+from evaluation.jobs.entry import Entry
 from evaluation.jobs.job import Job
 from evaluation.jobs.models import GPT, LENGTH, next_token_loss, text
 from tests.support.fp8_layers import Float8Linear
@@ -208,3 +209,27 @@ class Recurrent(nn.Module):
 
 def lstm(job: Job) -> None:
     _nanogpt(job, DistributedDataParallel(Recurrent()))
+
+
+_NO_HOOK = "not tried: compiled code cannot hold the hook"
+JOBS: dict[str, Entry] = {
+    "nanogpt": Entry(
+        fp32,
+        in_test=("healthy", "slow_then_flipped", "late", "killed", "diverging", "closed", "resumed"),
+    ),
+    "nanogpt-bf16": Entry(bf16, patience=3),
+    "nanogpt-fp16": Entry(fp16, patience=4),
+    "nanogpt-compiled": Entry(compiled, patience=3, not_slowed=_NO_HOOK),
+    "nanogpt-float8": Entry(float8),
+    "nanogpt-accumulation": Entry(accumulation),
+    "activation-offload": Entry(activation_offload),
+    "checkpointing": Entry(checkpointing),
+    "checkpointing-reentrant": Entry(
+        checkpointing_reentrant,
+        not_slowed="layers that use_reentrant=True recomputes are not replayed",
+    ),
+    "custom-function": Entry(custom_function),
+    "lora": Entry(lora),
+    "reinforcement": Entry(reinforcement),
+    "lstm": Entry(lstm),
+}

@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
+from evaluation.jobs.entry import Entry
 from evaluation.jobs.job import Job
 from evaluation.jobs.models import GPT, next_token_loss, text
 from torchscout.config import Parallelism
@@ -151,3 +152,12 @@ def _train(job: Job, model: nn.Module, optimizers: list[torch.optim.Optimizer]) 
 
 def _states(optimizer: torch.optim.Optimizer) -> list[dict]:
     return [optimizer.state.get(each, {}) for group in optimizer.param_groups for each in group["params"]]
+
+
+JOBS: dict[str, Entry] = {
+    "muon-gathering": Entry(muon_gathering),
+    "sharded-by-hand": Entry(sharded_by_hand, flip="reported"),
+    "zero-redundancy": Entry(zero_redundancy, flip="reported"),
+    "torch-muon": Entry(torch_muon),
+    "adafactor": Entry(adafactor),
+}

@@ -8,6 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from evaluation.jobs.entry import Entry
 from evaluation.jobs.job import Job
 from evaluation.jobs.models import GPT, next_token_loss, text
 from torchscout.config import Parallelism
@@ -72,3 +73,15 @@ def _train(job: Job, model: nn.Module, optimizer: torch.optim.Optimizer, row: in
         optimizer.zero_grad()
         next_token_loss(model(tokens), targets).backward()
         optimizer.step()
+
+
+_NO_HOOK = "not tried: compiled code cannot hold the hook"
+JOBS: dict[str, Entry] = {
+    "fsdp2": Entry(fsdp2, flip="reported"),
+    "fsdp2-compiled": Entry(fsdp2_compiled, flip="reported", patience=3, not_slowed=_NO_HOOK),
+    "fsdp2-compiled-blocks": Entry(fsdp2_compiled_blocks, flip="reported", patience=3, not_slowed=_NO_HOOK),
+    "hsdp": Entry(hsdp, ranks=6),
+    "tensor-parallel": Entry(
+        tensor_parallel, ranks=2, flip="reported", not_slowed="no other rank does the same work"
+    ),
+}

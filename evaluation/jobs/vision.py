@@ -10,6 +10,7 @@ from torch.nn import functional as F  # noqa: N812  as everywhere
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
+from evaluation.jobs.entry import Entry
 from evaluation.jobs.job import Job
 from evaluation.jobs.models import Block, ResNet, images
 from torchscout.config import Parallelism
@@ -181,3 +182,17 @@ def distillation(job: Job) -> None:
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
+
+
+JOBS: dict[str, Entry] = {
+    "resnet": Entry(resnet),
+    "resnet-local-statistics": Entry(resnet_local_statistics),
+    "vit": Entry(vit),
+    "ema-averaged-model": Entry(ema_averaged_model),
+    "ema-by-hand": Entry(ema_by_hand),
+    "gan": Entry(gan),
+    "gan-generator-only": Entry(
+        gan_generator_only, not_resumed="the discriminator's state is not registered"
+    ),
+    "distillation": Entry(distillation),
+}
