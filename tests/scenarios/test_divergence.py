@@ -55,8 +55,8 @@ def which_causes_waits() -> Job:
 
 
 def partly_out_of_sight() -> Job:
-    """Of the operation in which rank 1 differs, rank 0 shows nothing any more, and 1 against 1 is no majority.
-    The next one decides: all enter it, and it follows from the same history on ranks 0 and 2."""
+    """Of the operation in which rank 1 differs, rank 0 shows nothing any more: of two, there is no majority.
+    The next one decides. All enter it, and it follows from the same history on ranks 0 and 2."""
     job = Job(replica=3).group("alone", 0).steps(2)
     job.post("world", 1).post("world", 0, 2, operation=BARRIER)
     for _ in range(64):

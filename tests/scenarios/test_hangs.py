@@ -127,8 +127,8 @@ def inside_graphs() -> Job:
 
 
 def host_checks_beside_a_stuck_device() -> Job:
-    """All ranks have issued an operation that the device of rank 2 never comes to. Then 0 and 1 wait for 2 and
-    3 on their hosts, in a group that uses no devices."""
+    """All ranks have issued an operation that the device of rank 2 never comes to. Then 0 and 1 wait for 2
+    and 3 on their hosts, in a group that uses no devices."""
     job = with_devices().enter("world", *EVERYBODY).devices_follow(0, 1, 3).work("idle", *EVERYBODY)
     return job.group("checks", *EVERYBODY).enter("checks", 0, 1)
 

@@ -3,135 +3,148 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import cache
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from tests.support.stuck_job import StuckJob, found, replicas
-from tests.unit.test_hangs_of_whole_jobs import SHAPES, job_with_programs
+from tests.scenarios.paper import BARRIER, Job, pipeline_programs, replicas
+from tests.scenarios.test_whole_programs import LAYOUTS
+from tests.scenarios.today import rounds
 from torchscout.decision.hang import evidence as evidence_module
 from torchscout.decision.hang.diagnosis import diagnose, explain
 from torchscout.decision.hang.evidence import HangEvidence, Members
 from torchscout.decision.hang.table import NOTHING, Rows, ordered, table_of
 from torchscout.decision.hang.wait_graph import WaitGraph
-from torchscout.decision.progress import CommGroup, Phase, Process, RankStatus
+from torchscout.decision.progress import CommGroup, Process, RankStatus
 from torchscout.mesh import Mesh
 from torchscout.observer.rounds import columns as round_columns
 from torchscout.observer.rounds.post import Post
 from torchscout.observer.rounds.rank_report import RankReport
 from torchscout.observer.rounds.reports import Reports
 
-SEEDS = range(40)
+SEEDS = range(24)
 
 
-def some_job(seed: int) -> StuckJob:
+class Stuck:
+    """A job in which nobody moves: what its observers report."""
+
+    def __init__(self, job: Job, *, forget: random.Random | None = None) -> None:
+        """``forget``: choose one line that nobody knows."""
+        _, reports = rounds.last_round(job.ask())
+        self.mesh = Mesh.grid(**job.axes, hosts=job.machines)
+        self.lines: dict[str, CommGroup] = {}
+        for each in reports.values():
+            self.lines |= {line.key: line for line in each.lines}
+        if forget is not None:
+            del self.lines[forget.choice(sorted(self.lines))]
+        self.standings = {rank: each.status for rank, each in reports.items()}
+
+    @property
+    def reports(self) -> Reports:
+        lines = tuple(self.lines.values())
+        return Reports.of({rank: RankReport(each, lines) for rank, each in self.standings.items()})
+
+    def evidence(self) -> HangEvidence:
+        return HangEvidence.of(self.standings.values(), self.lines, self.mesh)
+
+    def posted_evidence(self) -> HangEvidence:
+        """What a hub has after its observers have posted; it knows the lines from their posts."""
+        return HangEvidence(round_columns.table_of(self.reports), self.mesh)
+
+    def incident(self) -> object:
+        return diagnose(self.standings.values(), self.lines, self.mesh)
+
+
+@cache
+def some_job(seed: int) -> Stuck:
     """Stopped anywhere, with some ranks dead or absent, some stacks missing, and one line not known."""
     chance = random.Random(seed)
-    job, programs = job_with_programs(Mesh.grid(**chance.choice(SHAPES)), stacks=chance.random() < 0.5)
-    size = len(job.mesh)
-    stop = {rank: chance.randrange(len(programs[rank])) for rank in chance.sample(range(size), 2)}
-    job.run(programs, stop=stop)
-    for rank, fate in zip(
-        chance.sample(range(size), 3), (job.gone, job.stopped, job.absent.add), strict=True
-    ):
+    job = Job(**chance.choice(LAYOUTS), stacks=chance.choice(["shown", "none"])).steps(1)
+    programs = pipeline_programs(job)
+    job.run(
+        programs,
+        stop={rank: chance.randrange(len(programs[rank])) for rank in chance.sample(range(job.size), 2)},
+    )
+    for rank in chance.sample(range(job.size), 2):
+        job.stack(rank, chance.choice(["waits", "works", "unclear"]))
+    fates = (lambda rank: job.end("failed", rank), job.stop, job.no_answer)
+    for rank, fate in zip(chance.sample(range(job.size), 3), fates, strict=True):
         if chance.random() < 0.5:
             fate(rank)
-    for rank in chance.sample(range(size), 2):
-        job.waiting[rank] = chance.choice([True, False, None])
-    del job.lines[chance.choice(sorted(job.lines))]
-    return job
+    return Stuck(job, forget=chance)
 
 
-def evidence_of(job: StuckJob, **more: RankStatus) -> HangEvidence:
-    standings = job.standings() | {each.rank: each for each in more.values()}
-    return HangEvidence.of(standings.values(), job.lines, job.mesh)
-
-
-def posted_evidence(job: StuckJob) -> HangEvidence:
-    """What a hub has of the job after its observers have posted; it knows the lines from their posts."""
-    reports = {rank: RankReport(each, tuple(job.lines.values())) for rank, each in job.standings().items()}
-    return HangEvidence(round_columns.table_of(Reports.of(reports)), job.mesh)
+def each_job() -> Iterator[tuple[int, Stuck]]:
+    return ((seed, some_job(seed)) for seed in SEEDS)
 
 
 # What a rank says.
 
 
-@pytest.mark.parametrize("make", [evidence_of, posted_evidence])
-@pytest.mark.parametrize("seed", SEEDS)
-def test_every_rank_is_found_in_the_columns(seed: int, make: Callable[[StuckJob], HangEvidence]):
-    job = some_job(seed)
-    evidence, standings = make(job), job.standings()
-    columns, table = evidence.columns, evidence.table
-    for rank in range(len(job.mesh)):
-        assert columns.answered[rank] == (rank in standings)
-        if rank not in standings:
-            continue
-        standing, progress = standings[rank], standings[rank].progress
-        assert columns.running[rank] == (standing.process is Process.RUNNING)
-        assert columns.waiting[rank] == (NOTHING if standing.waiting is None else standing.waiting)
-        assert (columns.step[rank], columns.operation[rank]) == progress.coordinate
-        assert columns.silent_seconds[rank] == progress.silent_seconds
-        known = [each for each in progress.recent if each.line in evidence.lines]
-        rows = np.flatnonzero((table.row_rank == rank) & (table.row_line != NOTHING))
-        own = table.expanded(rows)[0]
-        own = own[np.argsort(table.order[own])]
-        assert [table.issued_op(place) for place in own.tolist()] == known
-        assert table.digest[own].tolist() == [each.digest for each in known]
-        assert table.fingerprints(own).tolist() == [each.fingerprint for each in known]
-        newest = known[-1] if known[-1:] == list(progress.recent[-1:]) and known else None
-        assert operation(evidence, columns.newest[rank]) == newest
-        assert operation(evidence, columns.last_event[rank]) == (
-            newest if progress.at_communication else None
-        )
+@pytest.mark.parametrize("make", [Stuck.evidence, Stuck.posted_evidence])
+def test_every_rank_is_found_in_the_columns(make):
+    for seed, job in each_job():
+        evidence = make(job)
+        for rank in range(len(job.mesh)):
+            assert evidence.columns.answered[rank] == (rank in job.standings), seed
+            if rank in job.standings:
+                check_columns(evidence, job.standings[rank])
+
+
+def check_columns(evidence: HangEvidence, standing: RankStatus) -> None:
+    columns, table, rank, progress = evidence.columns, evidence.table, standing.rank, standing.progress
+    assert columns.running[rank] == (standing.process is Process.RUNNING)
+    assert columns.waiting[rank] == (NOTHING if standing.waiting is None else standing.waiting)
+    assert (columns.step[rank], columns.operation[rank]) == progress.coordinate
+    assert columns.silent_seconds[rank] == progress.silent_seconds
+    known = [each for each in progress.recent if each.line in evidence.lines]
+    rows = np.flatnonzero((table.row_rank == rank) & (table.row_line != NOTHING))
+    own = table.expanded(rows)[0]
+    own = own[np.argsort(table.order[own])]
+    assert [table.issued_op(place) for place in own.tolist()] == known
+    assert table.digest[own].tolist() == [each.digest for each in known]
+    assert table.fingerprints(own).tolist() == [each.fingerprint for each in known]
+    newest = known[-1] if known[-1:] == list(progress.recent[-1:]) and known else None
+    assert operation(evidence, columns.newest[rank]) == newest
+    assert operation(evidence, columns.last_event[rank]) == (newest if progress.at_communication else None)
 
 
 def operation(evidence: HangEvidence, place: int) -> object:
     return None if place == NOTHING else evidence.table.issued_op(int(place))
 
 
-@pytest.mark.parametrize("seed", range(150))
-def test_posts_lead_to_the_same_incident_as_statuses(seed: int):
-    job = some_job(seed)
-    expected = diagnose(job.standings().values(), job.lines, job.mesh)
-    assert explain(posted_evidence(job)) == expected
+def test_posts_lead_to_the_same_incident_however_many_are_read_at_a_time(monkeypatch: pytest.MonkeyPatch):
+    for chunk in (round_columns._CHUNK, 1, 3):
+        monkeypatch.setattr(round_columns, "_CHUNK", chunk)
+        for seed, job in each_job():
+            assert explain(job.posted_evidence()) == job.incident(), seed
 
 
-@pytest.mark.parametrize("chunk", [1, 3])
-@pytest.mark.parametrize("seed", range(20))
-def test_posts_are_read_alike_however_many_at_a_time(seed: int, chunk: int, monkeypatch: pytest.MonkeyPatch):
-    job = some_job(seed)
-    expected = diagnose(job.standings().values(), job.lines, job.mesh)
-    monkeypatch.setattr(round_columns, "_CHUNK", chunk)
-    assert explain(posted_evidence(job)) == expected
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-def test_a_post_that_calls_its_lines_by_other_names_is_diagnosed(seed: int):
+def test_a_post_that_calls_its_lines_by_other_names_is_diagnosed():
     """The strings of one post are damaged, and its hashes are not."""
-    job, chance = some_job(seed), random.Random(seed)
-    reports = {rank: RankReport(each, tuple(job.lines.values())) for rank, each in job.standings().items()}
-    posts = dict(Reports.of(reports).posts)
-    damaged = chance.choice([rank for rank in sorted(posts) if posts[rank].header.strings])
-    data, begin = bytearray(posts[damaged].data), posts[damaged].starts[4]
-    for place in range(begin, begin + posts[damaged].header.strings, 3):
-        data[place] ^= 1
-    posts[damaged] = Post(bytes(data), len(job.mesh))
-    evidence = HangEvidence(round_columns.table_of(Reports(posts)), job.mesh)
-    incident = explain(evidence)
-    assert incident is None or all(rank in range(len(job.mesh)) for rank in incident.ranks)
-    places = np.flatnonzero(
-        evidence.table.row_line[evidence.table.row_of(np.arange(evidence.table.starts[-1]))] >= 0
-    )
-    assert all(evidence.table.issued_op(place).line in evidence.lines for place in places.tolist())
+    for seed, job in each_job():
+        chance, posts = random.Random(seed), dict(job.reports.posts)
+        damaged = chance.choice([rank for rank in sorted(posts) if posts[rank].header.strings])
+        data, begin = bytearray(posts[damaged].data), posts[damaged].starts[4]
+        for place in range(begin, begin + posts[damaged].header.strings, 3):
+            data[place] ^= 1
+        posts[damaged] = Post(bytes(data), len(job.mesh))
+        evidence = HangEvidence(round_columns.table_of(Reports(posts)), job.mesh)
+        incident = explain(evidence)
+        assert incident is None or all(rank in range(len(job.mesh)) for rank in incident.ranks)
+        table = evidence.table
+        places = np.flatnonzero(table.row_line[table.row_of(np.arange(table.starts[-1]))] >= 0)
+        assert all(table.issued_op(place).line in evidence.lines for place in places.tolist())
 
 
 def test_ranks_that_published_nothing_or_did_not_answer_have_no_values():
-    job = replicas(4)
-    job.device = {0: 9}
-    job.absent.add(2)
-    columns = evidence_of(job, dead=RankStatus(3, Process.GONE, None)).columns
+    job = Stuck(replicas().devices_finish(9, 0).no_answer(2))
+    job.standings[3] = RankStatus(3, Process.GONE, None)
+    columns = job.evidence().columns
     assert columns.answered.tolist() == [True, True, False, True]
     assert columns.published.tolist() == [True, True, False, False]
     assert columns.running.tolist() == [True, True, False, False]
@@ -140,10 +153,8 @@ def test_ranks_that_published_nothing_or_did_not_answer_have_no_values():
 
 
 def test_operations_of_one_line_and_number_have_one_place():
-    job = replicas(3)
-    job.issue("world", 0, 1)
-    job.issue("world", 2, text="barrier")
-    evidence = evidence_of(job)
+    table = Stuck(replicas(3).enter("world", 0, 1).enter("world", 2, operation=BARRIER))
+    evidence = table.evidence()
     operations = np.arange(len(evidence.table.digest))
     places: dict[tuple[str, int], set[int]] = {}
     for each, place in zip(operations.tolist(), evidence.places(operations).tolist(), strict=True):
@@ -157,38 +168,40 @@ def test_operations_of_one_line_and_number_have_one_place():
 
 
 def test_members_are_given_line_by_line_with_what_each_has_issued():
-    job = StuckJob(Mesh.grid(replica=4))
-    job.issue(job.group("three", 3, 0, 1), 3, 1)
-    job.issue("three", 1)
-    job.issue(job.pair(2, 2), 2)  # to itself: one rank is two members
-    members = Members.of(table_of(job.standings(), job.lines))
-    assert members.rank.tolist() == [3, 0, 1, 2, 2]
+    job = Job(replica=4).group("three", 3, 0, 1).enter("three", 3, 1).enter("three", 1).send(2, 2)
+    members = Members.of(table_of(*told(job)))
+    assert members.rank.tolist() == [3, 0, 1, 2, 2], "to itself: one rank is two members"
     assert members.issued.tolist() == [1, 0, 2, 1, 1]
     assert members.rank[members.of_line(1)].tolist() == [2, 2]
 
 
+def told(job: Job) -> tuple[dict[int, RankStatus], dict[str, CommGroup]]:
+    stuck = Stuck(job)
+    return stuck.standings, stuck.lines
+
+
 def test_counts_on_unknown_lines_and_of_strangers_are_left_out():
-    job = replicas(3)
-    job.issue("elsewhere", 0, 1, 2)
-    lines = {"world": CommGroup("world", (0, 1), "world")}
-    assert Members.of(table_of(job.standings(), lines)).issued.tolist() == [3, 3]
-    assert Members.of(table_of(job.standings(), {})).issued.tolist() == []
+    standings, lines = told(replicas(3))
+    (world,) = lines.values()
+    assert Members.of(table_of(standings, {world.key: replace(world, members=(0, 1))})).issued.tolist() == [
+        3,
+        3,
+    ]
+    assert Members.of(table_of(standings, {})).issued.tolist() == []
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-def test_missing_ranks_have_issued_less_or_died_in_the_operation(seed: int):
-    job = some_job(seed)
-    standings = job.standings()
-    evidence = HangEvidence.of(standings.values(), job.lines, job.mesh)
-    table = evidence.table
-    known = table.expanded(np.flatnonzero(table.row_line != NOTHING))[0]
-    for place in known.tolist():
-        issued = table.issued_op(place)
-        expected = naive_missing(standings, evidence.lines[issued.line], issued.number)
-        line, number = np.array([evidence.lines.index(issued.line)]), np.array([issued.number])
-        assert evidence.missing(line, number, np.array([False]))[0].tolist() == expected
-        assert evidence.are_open(np.array([place])).tolist() == [bool(expected)]
-        assert (place in evidence.open) == bool(expected)
+def test_missing_ranks_have_issued_less_or_died_in_the_operation():
+    for seed, job in each_job():
+        evidence = job.evidence()
+        table = evidence.table
+        for place in table.expanded(np.flatnonzero(table.row_line != NOTHING))[0].tolist():
+            issued = table.issued_op(place)
+            expected = naive_missing(job.standings, evidence.lines[issued.line], issued.number)
+            line, number = np.array([evidence.lines.index(issued.line)]), np.array([issued.number])
+            missing = evidence.missing(line, number, np.array([False]))[0].tolist()
+            assert missing == expected, seed
+            assert evidence.are_open(np.array([place])).tolist() == [bool(expected)], seed
+            assert (place in evidence.open) == bool(expected), seed
 
 
 def naive_missing(standings: Mapping[int, RankStatus], line: CommGroup, number: int) -> list[int]:
@@ -209,23 +222,21 @@ def naive_missing(standings: Mapping[int, RankStatus], line: CommGroup, number: 
 # Who is behind it all.
 
 
-@pytest.mark.parametrize("seed", range(150))
-def test_sources_are_those_that_a_search_rank_by_rank_finds(seed: int):
-    job = some_job(seed)
-    standings = job.standings()
-    evidence = HangEvidence.of(standings.values(), job.lines, job.mesh)
-    graph = WaitGraph(evidence)
-    waits, certain = naive_waits(standings, evidence)
-    assert sorted(rank for rank in range(len(job.mesh)) if graph.blocked[rank]) == sorted(certain)
-    reached = {rank: reach(waits, rank) for rank in range(len(job.mesh))}
-    behind = {rank for start in certain for rank in reached[start]}
-    # In a part of the graph that no wait leaves, whoever does not wait for certain is its source.
-    ends = {rank for rank in behind if all(rank in reached[other] for other in reached[rank])}
-    expected = ends - certain
-    assert {rank for rank in expected if not graph.stalled.ranks[rank]} == set(graph.sources)
-    for source in graph.sources:
-        waiting = {rank for rank in certain if source in reached[rank]} - {source}
-        assert graph.waiters([source]) == waiting
+def test_sources_are_those_that_a_search_rank_by_rank_finds():
+    for seed, job in each_job():
+        evidence, ranks = job.evidence(), range(len(job.mesh))
+        graph = WaitGraph(evidence)
+        waits, certain = naive_waits(job.standings, evidence)
+        assert {rank for rank in ranks if graph.blocked[rank]} == certain, seed
+        reached = {rank: reach(waits, rank) for rank in ranks}
+        behind = {rank for start in certain for rank in reached[start]}
+        # In a part of the graph that no wait leaves, whoever does not wait for certain is its source.
+        ends = {rank for rank in behind if all(rank in reached[other] for other in reached[rank])}
+        expected = ends - certain
+        assert {rank for rank in expected if not graph.stalled.ranks[rank]} == {*graph.sources}, seed
+        for source in graph.sources:
+            waiting = {rank for rank in certain if source in reached[rank]} - {source}
+            assert graph.waiters([source]) == waiting, seed
 
 
 def naive_waits(
@@ -270,30 +281,6 @@ def reach(waits: Mapping[int, set[int]], start: int) -> set[int]:
     return found
 
 
-def test_a_paused_job_has_no_source():
-    job = replicas()
-    job.busy(*range(8), phase=Phase.EVALUATION)
-    graph = WaitGraph(HangEvidence.of(job.standings().values(), job.lines, job.mesh))
-    assert (graph.sources, graph.cycles, graph.stalled.lines) == ([], [], {})
-    assert not graph.blocked.any()
-
-
-def test_a_lost_machine_is_the_source_and_no_line_is_stalled():
-    job = replicas(4)
-    job.issue("world", 0, 1)
-    job.absent |= {2, 3}
-    graph = WaitGraph(HangEvidence.of(job.standings().values(), job.lines, job.mesh))
-    assert (graph.sources, graph.stalled.lines) == ([2, 3], {})
-
-
-def test_suspect_that_did_not_answer_is_shown_in_the_proof():
-    job = replicas(4)
-    job.issue("world", 0, 1)
-    job.absent |= {2, 3}
-    record = found(job).records[0]
-    assert (record.peers, record.verdict.evidence) == ((0, 1, 2, 3), (4, 4, -1, -1))
-
-
 # The parts.
 
 
@@ -311,11 +298,10 @@ def test_order_sorts_numbers_of_any_size_and_keeps_equal_ones_in_order(most: int
     assert ordered(values[:0]).tolist() == []
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_the_last_operation_that_a_device_has_reached_is_found_across_gaps(seed: int):
+def test_the_last_operation_that_a_device_has_reached_is_found_across_gaps():
     """Rows usually show the last operations of a line without a gap; a damaged post may have some."""
-    chance = random.Random(seed)
-    ages = [sorted(chance.sample(range(12), chance.randrange(1, 9)), reverse=True) for _ in range(50)]
+    chance = random.Random(0)
+    ages = [sorted(chance.sample(range(12), chance.randrange(1, 9)), reverse=True) for _ in range(1000)]
     starts = np.cumsum([0, *map(len, ages)])
     behind = [chance.randrange(-1, 13) for _ in ages]
     table = SimpleNamespace(

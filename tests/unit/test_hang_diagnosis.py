@@ -1,302 +1,213 @@
-"""Who is named for a hang, and above all who is not: the victims, who stand still as well."""
+"""What the incident of a hang shows: its sentence, its proof, and what was seen of the ranks beside.
+
+Who is named is held by the tables in ``tests/scenarios``.
+"""
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
+
 import pytest
 
-from tests.support.stuck_job import (
-    ALL_REDUCE,
-    Busy,
-    Enter,
-    StuckJob,
-    Wait,
-    found,
-    four_by_two,
-    others,
-    replicas,
-    with_and_without_stacks,
-)
-from torchscout.decision.consensus.rules import Status
+from tests.scenarios.paper import ALL_GATHER, ALL_TO_ALL, BARRIER, Job, one_each, replicas
+from tests.scenarios.today import rounds
 from torchscout.decision.hang.diagnosis import diagnose
-from torchscout.decision.progress import Phase
-from torchscout.decision.records.record import Action, Scope
+from torchscout.decision.progress import Process, RankStatus
+from torchscout.decision.records.record import Incident, Manifestation, from_json
 from torchscout.mesh import Mesh
+from torchscout.observer.rounds.diagnosis import conclude
 
-# a, b, c: one rank is late.
-
-
-@with_and_without_stacks
-@pytest.mark.parametrize(
-    "phase", [Phase.FORWARD, Phase.INPUT, Phase.CHECKPOINT_WRITE], ids=["late", "input", "checkpoint"]
-)
-def test_rank_that_has_not_entered_is_named(stacks: bool, phase: Phase):
-    job = replicas(stacks=stacks)
-    job.issue("world", *others(5))
-    job.busy(5, phase=phase)
-    job.silent[5] = 6.2
-    incident = found(job)
-    assert (incident.scope, incident.ranks, incident.hosts) == (Scope.RANK, (5,), ("node-2",))
-    assert incident.action is Action.RESTART
-    assert incident.step == 7
-    assert incident.sentence == (
-        f"Rank 5 on node-2 has not entered {ALL_REDUCE} number 4 of group world; "
-        f"it has been in {phase.value.replace('_', ' ')} for 6.2 s. 7 ranks wait for it."
-    )
+SPLITS = [[0, 7, 1, 3], [9, 9, 0, 0], [1, 2, 3, 4], [5, 0, 0, 5]]
 
 
-def test_proof_is_the_line_first_and_the_vote_of_equivalent_peers_last():
-    job = replicas()
-    job.issue("world", *others(5))
-    job.busy(5, phase=Phase.INPUT)
-    job.silent[5] = 6.5
-    line, vote = found(job).records
-    assert (line.surface, line.peers, line.ranks) == ("issued/world", tuple(range(8)), (5,))
-    assert line.verdict is not None
-    assert line.verdict.evidence == (4, 4, 4, 4, 4, 3, 4, 4)
-    assert (line.progress["rank"], line.progress["phase"]) == (5, "input")
-    assert line.fingerprints == (ALL_REDUCE,) * 3
-    assert line.stall_seconds == 6.5
-    assert vote.status == Status.AGREE.value, "it has published as much, on another path"
-    job.busy(5)
-    assert found(job).records[-1].ranks == (5,)
+def incident_of(job: Job) -> Incident:
+    """The incident of the last round, after a check of what every incident has."""
+    incident, reports = rounds.last_round(job)
+    assert incident is not None
+    assert incident.manifestation is Manifestation.HANG
+    written = incident.to_json()
+    assert from_json(json.loads(json.dumps(written))).to_json() == written
+    assert incident.reporter in reports, "somebody who is there must write it down"
+    return incident
 
 
-# f, g, h, q: groups that cross.
+def late(rank: int = 2, phase: str = "input", **settings: str) -> Job:
+    job = replicas(**settings)
+    return job.enter("world", *job.all_but(rank)).work(phase, rank).ask()
 
 
-@with_and_without_stacks
-def test_rank_that_never_enters_an_all_gather_of_its_shards(stacks: bool):
-    job = StuckJob(Mesh.grid(replica=2, shard=4), stacks=stacks)
-    shard, replica = job.along("shard"), job.along("replica")
-    for rank in range(8):
-        job.issue(replica[rank], rank)
-    job.busy(*range(8))
-    for rank in others(6):
-        job.issue(shard[rank], rank, text="all_gather bfloat16[4096]")
-    for rank in range(4):  # the other replica goes on until it needs this one
-        job.issue(replica[rank], rank, text="reduce_scatter bfloat16[4096] sum")
-    incident = found(job)
-    assert (incident.scope, incident.ranks, incident.hosts) == (Scope.RANK, (6,), ())
-    assert "all_gather bfloat16[4096] number 1 of group shard.4" in incident.sentence
-    assert "7 ranks wait for it" in incident.sentence
+def other_splits() -> Job:
+    job = Job(replica=4).steps(2)
+    for rank, sends in enumerate(SPLITS):
+        receives = (2, 1, 3, 1) if rank == 2 else tuple(row[rank] for row in SPLITS)
+        job.enter("world", rank, operation=ALL_TO_ALL, sends=tuple(sends), receives=receives)
+    return job.ask()
 
 
-@with_and_without_stacks
-def test_stalled_rank_is_named_and_not_its_tensor_parallel_victim(stacks: bool):
-    job = four_by_two(stacks)
-    tensor, replica = job.along("tensor"), job.along("replica")
-    job.issue(tensor[5], 5)  # rank 5 waits here for 4, and 1, 3, 7 wait for 5
-    for rank in others(4, 5):
-        job.issue(tensor[rank], rank)
-        job.issue(replica[rank], rank)
-    job.busy(4, phase=Phase.INPUT)
-    incident = found(job)
-    assert (incident.scope, incident.ranks, incident.hosts) == (Scope.RANK, (4,), ("node-2",))
-    assert "7 ranks wait for it" in incident.sentence
-    assert {record.surface for record in incident.records[:-1]} == {"issued/tensor.4", "issued/replica.0"}
-    assert incident.records[-1].peers == (0, 2, 4, 6)
+def opposite_order() -> Job:
+    job = Job(replica=4).group("couple", 0, 1).steps(2)
+    return job.enter("world", 0, 2, 3).enter("couple", 1, operation=BARRIER).ask()
 
 
-@with_and_without_stacks
-@pytest.mark.parametrize("stalled", [0, 1, 2, 3])
-def test_stalled_pipeline_stage_is_named_and_nobody_up_or_downstream(stalled: int, stacks: bool):
-    job = StuckJob(Mesh.grid(pipeline=4), stacks=stacks)
-    forward = {stage: job.pair(stage, stage + 1) for stage in range(3)}
-    back = {stage: job.pair(stage, stage - 1) for stage in range(1, 4)}
-    programs = {
-        stage: [
-            *([Enter(forward[stage - 1], "activation")] if stage else []),
-            Busy(Phase.FORWARD),
-            *([Enter(forward[stage], "activation"), Enter(back[stage + 1], "gradient")] if stage < 3 else []),
-            Busy(Phase.BACKWARD),
-            *([Enter(back[stage], "gradient")] if stage else []),
-        ]
-        * 3
-        for stage in range(4)
-    }
-    job.run(programs, stop={stalled: len(programs[stalled]) // 3 + 2})
-    incident = found(job)
-    assert (incident.scope, incident.ranks) == (Scope.RANK, (stalled,))
-    assert "3 ranks wait for it" in incident.sentence
-    assert incident.records[-1].status == "not_checked", "a stage without replicas has no equivalent peer"
+def on_devices(*, is_behind: bool) -> Job:
+    job = replicas().devices_follow(*range(4)).enter("world", *range(4))
+    return job.devices_follow(*(job.all_but(2) if is_behind else range(4))).work("idle", *range(4)).ask()
 
 
-@pytest.mark.parametrize(
-    ("stacks", "published_since"),
-    # With neither a stack nor a publication, to have posted and to wait look the same.
-    [(True, True), (True, False), (False, True)],
-)
-def test_stage_that_posted_a_receive_early_and_then_sleeps_is_a_source(stacks: bool, published_since: bool):
-    """A receive that is only posted is no wait; taken for one, it would close a cycle with stage 2."""
-    job = StuckJob(Mesh.grid(pipeline=3), stacks=stacks)
-    down, up, first = job.pair(1, 2), job.pair(2, 1), job.pair(0, 1)
-    job.issue(first, 0, 1)
-    job.issue(up, 1)  # posted: the gradient that stage 2 will send
-    if published_since:
-        job.busy(1)
-    else:
-        job.waiting[1] = False
-    job.issue(down, 2)  # stage 2 receives from the sleeping stage 1
-    job.issue(first, 0)
-    incident = found(job)
-    assert (incident.scope, incident.ranks) == (Scope.RANK, (1,))
+def missed_twice(first: str) -> Job:
+    """Rank 0 is missed by 1 and by 2; what rank 1 waits for comes earlier in everybody's program."""
+    job = Job(replica=3).group(first, 0, 1).group("m", 0, 2).steps(1).work("forward", 0, 1, 2)
+    return job.enter(first, 1).work("forward", 2).enter("m", 2).ask(700)
 
 
-def test_rank_whose_stack_shows_it_at_work_does_not_wait_for_what_it_posted():
-    job = StuckJob(Mesh.grid(pipeline=3))
-    job.issue(job.pair(0, 1), 0)
-    job.issue(job.pair(2, 1), 1)
-    job.busy(1, 2)
-    assert found(job).ranks == (1,)
+TOLD = [
+    pytest.param(
+        late(),
+        ["Rank 2 on machine 1", "all_reduce", "number 4 of group world", "in input for 6.", "3 ranks"],
+        id="late",
+    ),
+    pytest.param(
+        late(phase="checkpoint write").ask(700), ["Rank 2", "in checkpoint write for 7"], id="checkpoint"
+    ),
+    pytest.param(replicas().enter("world", 0, 2, 3).stop(1).ask(), ["Rank 1", "stopped"], id="stopped"),
+    pytest.param(
+        replicas().work("forward", *range(4)).end("killed", 1).ask(0.1),
+        ["rank 1 on machine 0", "ended", "forward of step 3"],
+        id="ended",
+    ),
+    pytest.param(
+        replicas().enter("world", 0, 1, 3).enter("world", 2, operation=BARRIER).ask(),
+        ["Rank 2", "barrier", "number 4 of group world", "all_reduce"],
+        id="other operation",
+    ),
+    pytest.param(
+        Job(replica=2).steps(2).enter("world", 0).enter("world", 1, operation=ALL_GATHER).ask(),
+        ["all_reduce", "all_gather", "number 3"],
+        id="no majority",
+    ),
+    pytest.param(
+        opposite_order(),
+        ["rank 0 in all_reduce", "of group world", "rank 1 in barrier", "of group couple"],
+        id="opposite order",
+    ),
+    pytest.param(
+        replicas().enter("world", *range(4)).ask(),
+        ["All 4 members", "number 4 of group world", "for 6."],
+        id="stall",
+    ),
+    pytest.param(on_devices(is_behind=True), ["Rank 2", "number 4 of group world", "device"], id="device"),
+    pytest.param(missed_twice("a"), ["of group a"], id="what was due first"),
+    pytest.param(missed_twice("z"), ["of group z"], id="what was due first, by another name"),
+    pytest.param(
+        replicas().enter("world", 0, 1, 3).no_answer(2).ask(),
+        ["All 4 members but 1", "Rank 2 did not answer"],
+        id="absent",
+    ),
+    pytest.param(
+        replicas(6).enter("world", 0, 1, 4, 5).no_answer(2, 3).ask(),
+        ["machine 1", "ranks 2 and 3", "4 ranks"],
+        id="lost",
+    ),
+    pytest.param(
+        replicas(6).enter("world", *range(6)).no_answer(2, 3, 4, 5).ask(), ["2 of 6 ranks"], id="cut off"
+    ),
+]
 
 
-@pytest.mark.parametrize("first", ["a", "z"])
-def test_sentence_quotes_the_operation_that_was_due_first(first: str):
-    """Rank 0 is missed twice; rank 1 waits for what comes earlier in everybody's program."""
-    job = StuckJob(Mesh.grid(replica=3))
-    job.busy(0, 1, 2)
-    job.issue(job.group(first, 0, 1), 1)
-    job.busy(2)
-    job.issue(job.group("m", 0, 2), 2)
-    assert f"of group {first};" in found(job).sentence
+@pytest.mark.parametrize(("job", "facts"), TOLD)
+def test_a_sentence_has_the_facts(job: Job, facts: list[str]):
+    sentence = incident_of(job).sentence
+    assert [each for each in facts if each not in sentence] == [], sentence
+    assert sentence[0].isupper()
+    assert sentence.endswith(".")
 
 
-def test_waiting_stack_makes_an_edge_of_a_posted_operation():
-    """Data-parallel buckets are reduced in the background; the wait comes after other publications."""
-    job = replicas()
-    job.issue("world", *others(3))
-    job.busy(*others(3), phase=Phase.BACKWARD)
-    job.busy(3, phase=Phase.INPUT)
-    job.waiting |= dict.fromkeys(others(3), True)
-    assert found(job).ranks == (3,)
-
-
-def test_without_any_stack_posted_operations_alone_hold_nobody_up():
-    job = replicas(stacks=False)
-    job.issue("world", *others(3))
-    job.busy(*others(3), phase=Phase.EVALUATION)
-    job.busy(3, phase=Phase.EVALUATION)
-    assert job.diagnose() is None
-
-
-def test_rank_without_a_stack_that_may_wait_for_the_culprit_is_not_named_in_its_place():
-    """Rank 1 has posted to 2 and gives no stack. 0 waits for 1; that 2 is late explains both."""
-    job = StuckJob(Mesh.grid(replica=3), stacks=False)
-    job.issue(job.group("a", 1, 2), 1)
-    job.busy(1)
-    job.issue(job.group("b", 0, 1), 0)
-    job.busy(2, phase=Phase.INPUT)
-    incident = found(job)
-    assert incident.ranks == (2,)
-    assert "1 rank waits for it" in incident.sentence, "of rank 1 it is not known"
-
-
-def test_batch_of_sends_and_receives_without_stacks_waits_for_any_of_them():
-    """The last one posted is already answered; the batch waits for an earlier one."""
-    job = StuckJob(Mesh.grid(pipeline=3), stacks=False)
-    left, right = job.pair(0, 1), job.pair(1, 2)
-    job.issue(left, 1)
-    job.issue(right, 1)
-    job.issue(right, 2)
-    job.issue(job.group("tied", 1, 2), 2)
-    job.busy(0, phase=Phase.INPUT)
-    assert found(job).ranks == (0,)
-
-
-# n: who is ahead.
-
-
-@with_and_without_stacks
-def test_minority_that_is_ahead_is_not_blamed_for_the_majority(stacks: bool):
-    job = replicas(4, stacks=stacks, on_each=1)
-    job.issue("world", 3)
-    job.busy(0, 1, 2, phase=Phase.CHECKPOINT_WRITE)
-    job.busy(3)
-    job.inside.add(3)  # one coordinate further: by the vote it is the outlier
-    incident = found(job)
-    assert incident.records[-1].ranks == (3,)
-    assert incident.ranks == (0, 1, 2)
-
-
-# Who else is or is not blamed.
-
-
-@with_and_without_stacks
-def test_silence_in_which_nobody_waits_is_a_pause(stacks: bool):
-    job = replicas(stacks=stacks)
-    job.busy(*range(8), phase=Phase.EVALUATION)
-    assert job.diagnose() is None
-
-
-def test_stopped_or_gone_trainer_that_nobody_waits_for_is_no_hang():
-    job = replicas()
-    job.stopped(3)
-    job.gone(4)
-    assert job.diagnose() is None
-
-
-def test_no_answers_are_no_evidence():
-    job = replicas()
-    assert diagnose([], job.lines, job.mesh) is None
-
-
-@with_and_without_stacks
-def test_two_sources_at_once_are_both_named(stacks: bool):
-    job = replicas(stacks=stacks)
-    job.issue("world", *others(2, 5))
-    job.busy(2, phase=Phase.INPUT)
-    job.gone(5)
-    incident = found(job)
-    assert (incident.scope, incident.ranks) == (Scope.RANK, (2, 5))
-    for part in ("Rank 2 on node-1 has not entered", "it has been in input", "its process is gone"):
-        assert part in incident.sentence
-    assert "6 ranks wait for them" in incident.sentence
-
-
-def test_two_sources_on_one_machine_have_machine_scope():
-    job = replicas()
-    job.issue("world", *others(4, 5))
-    job.busy(4, 5, phase=Phase.INPUT)
-    incident = found(job)
-    assert (incident.scope, incident.ranks, incident.hosts) == (Scope.MACHINE, (4, 5), ("node-2",))
-    assert incident.action is Action.INSPECT
-
-
-# What comes in.
-
-
-def test_standings_may_come_as_a_sequence_and_only_once_per_rank():
-    job = replicas()
-    job.issue("world", *others(5))
-    standings = list(job.standings().values())
-    assert diagnose(standings, job.lines, job.mesh) == job.diagnose()
-    with pytest.raises(ValueError, match="rank 0 answered twice"):
-        diagnose([*standings, standings[0]], job.lines, job.mesh)
-
-
-def test_operations_on_an_unknown_line_are_ignored():
-    job = replicas()
-    job.issue("elsewhere", 0, 1)
-    assert job.diagnose() is None
-
-
-def test_long_lists_of_ranks_are_shortened():
-    job = replicas(32)
-    job.issue("world", 31)
-    job.busy(*range(31))
-    incident = found(job)
+def test_a_sentence_about_many_ranks_is_short():
+    job = replicas(32).enter("world", 31).work("forward", *range(31))
+    incident = incident_of(job.ask())
     assert incident.ranks == tuple(range(31))
-    assert incident.sentence.startswith(
-        "Ranks 0, 1, 2, 3, 4, 5, 6 and 24 more hold up the job. Rank 0 on node-0 has not"
-    )
-    assert incident.sentence.count("has not entered") == 2
-    assert incident.sentence.endswith(" 1 rank waits for them.")
+    assert len(incident.sentence) < 500
 
 
-def test_wait_after_a_posted_operation_in_a_program():
-    """The same from a run: buckets are posted, the optimizer waits for them."""
-    job = StuckJob(Mesh.grid(replica=4))
-    world = job.group("world", 0, 1, 2, 3)
-    step = [Busy(Phase.INPUT), Enter(world, posted=True), Busy(Phase.BACKWARD), Wait(world)] * 3
-    job.run(dict.fromkeys(range(4), step), stop={1: 9})
-    assert found(job).ranks == (1,)
+@pytest.mark.parametrize(
+    ("job", "surface", "evidence"),
+    [
+        (late(), "issued/world", (4, 4, 3, 4)),
+        (replicas().enter("world", 0, 1, 3).end("failed", 2).ask(), "issued/world", (4, 4, 3, 4)),
+        (other_splits(), "splits/world", (1, 1, 3, 1)),
+        (
+            replicas(machines=one_each(4)).enter("world", 0, 1, 3).no_answer(2).ask(),
+            "issued/world",
+            (4, 4, -1, 4),
+        ),
+        (on_devices(is_behind=True), "entered/world", (4, 4, 3, 4)),
+    ],
+    ids=["late", "ended", "splits", "absent", "device"],
+)
+def test_the_first_record_proves_it(job: Job, surface: str, evidence: tuple[int, ...]):
+    incident = incident_of(job)
+    deciding = incident.records[0]
+    assert (deciding.surface, deciding.peers, deciding.ranks) == (surface, (0, 1, 2, 3), (2,))
+    assert deciding.verdict is not None
+    assert deciding.verdict.evidence == evidence
+    assert deciding.stall_seconds >= 6.0
+
+
+def test_the_last_operations_of_a_rank_that_differs_are_shown():
+    job = replicas().enter("world", 0, 1, 3).enter("world", 2, operation=BARRIER).ask()
+    deciding = incident_of(job).records[0]
+    assert deciding.surface == "fingerprint/world"
+    assert [each.startswith("barrier") for each in deciding.fingerprints] == [False] * 3 + [True]
+
+
+def test_a_difference_in_which_the_named_rank_has_no_part_proves_nothing():
+    job = Job(replica=5).group("three", 0, 1, 2).group("pair", 3, 4).steps(2)
+    for group, other in (("three", 2), ("pair", 4)):
+        members = [rank for rank in job.groups[group] if rank != other]
+        job.enter(group, *members).enter(group, other, operation=BARRIER)
+    incident = incident_of(job.ask())
+    assert incident.ranks == (2,)
+    assert {each.surface.split("/")[-1] for each in incident.records} & {"three", "pair"} == {"three"}
+
+
+def test_equal_ranks_are_compared_too_and_do_not_decide():
+    """One rank is ahead of all others, and differs from the majority, which is late."""
+    incident = incident_of(replicas(machines=one_each(4)).enter("world", 3).work("input", 0, 1, 2).ask())
+    (vote,) = [each for each in incident.records if each.surface == "coordinate"]
+    assert vote.ranks != incident.ranks == (0, 1, 2)
+
+
+def test_stacks_of_the_named_rank_and_of_a_few_others_are_shown():
+    incident, reports = rounds.last_round(late(stacks="shown"))
+    assert incident is not None
+    shown = {each.progress["rank"]: each.progress["stack"] for each in incident.records if each.progress}
+    assert shown == {rank: reports.stacks[rank].text for rank in range(4)}
+
+
+def test_operations_that_the_flight_recorder_knows_as_open_are_shown():
+    job = late()
+    _, reports = rounds.last_round(job)
+    known = {"step": 3, "open": 1, "operations": [{"operation": "all_reduce", "state": "started"}]}
+    given = dict(reports) | {1: replace(reports[1], operations=known)}
+    incident = conclude(given, Mesh.grid(replica=4))
+    assert incident is not None
+    (record,) = [each for each in incident.records if each.surface == "flight_recorder"]
+    assert (record.peers, record.progress["operations"]) == ((1,), known["operations"])
+
+
+def test_a_trainer_that_died_before_it_published_anything_is_named():
+    _, reports = rounds.last_round(replicas().enter("world", 0, 1, 2).ask())
+    gone = replace(reports[3], status=RankStatus(3, Process.GONE, None), gone_seconds=1.0)
+    assert conclude(dict(reports) | {3: gone}, Mesh.grid(replica=4)).ranks == (3,)
+
+
+def test_a_rank_answers_once():
+    _, reports = rounds.last_round(late())
+    lines, mesh = {each.key: each for each in reports[0].lines}, Mesh.grid(replica=4)
+    statuses = [each.status for each in reports.values()]
+    assert diagnose(statuses, lines, mesh).ranks == (2,)
+    assert diagnose([], lines, mesh) is None
+    assert diagnose(statuses, {}, mesh) is None, "no group is known"
+    with pytest.raises(ValueError, match="rank 0 answered twice"):
+        diagnose([*statuses, statuses[0]], lines, mesh)

@@ -53,16 +53,16 @@ def test_everything_is_read_as_it_was_sent():
     assert found == replace(REPORT, status=replace(REPORT.status, progress=progress))
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_ranks_of_stuck_jobs_are_read_as_they_were_sent(seed: int):
-    job = some_job(seed)
-    lines = tuple(job.lines.values())
-    for rank, status in job.standings().items():
-        found = Post(post_of(RankReport(status, lines)), len(job.mesh)).report()
-        assert found.lines == lines
-        assert found.status.progress.recent == status.progress.recent
-        assert status.progress.issued.items() <= found.status.progress.issued.items()
-        assert replace(found.status, progress=None) == replace(status, progress=None, stack=""), rank
+def test_ranks_of_stuck_jobs_are_read_as_they_were_sent():
+    for seed in range(8):
+        job = some_job(seed)
+        lines = tuple(job.lines.values())
+        for rank, status in job.standings.items():
+            found = Post(post_of(RankReport(status, lines)), len(job.mesh)).report()
+            assert found.lines == lines
+            assert found.status.progress.recent == status.progress.recent
+            assert status.progress.issued.items() <= found.status.progress.issued.items()
+            assert replace(found.status, progress=None) == replace(status, progress=None, stack=""), rank
 
 
 @pytest.mark.parametrize("name", ["llama3-405b", "megascale", "megatron-1t", "megascale-moe", "deepseek-v3"])

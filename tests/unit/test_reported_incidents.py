@@ -1,4 +1,7 @@
-"""Hubs report each finding once."""
+"""What several hubs know of each other's findings, so that each is reported once.
+
+What is written while rounds repeat is held by ``tests/scenarios/test_repeated_rounds.py``.
+"""
 
 from __future__ import annotations
 
@@ -17,47 +20,23 @@ from torchscout.observer.rounds.reported_incidents import Finding, ReportedIncid
 LATE = Finding("rank", "issued/world", 3, (2,), "rank 2 is late since 6 s", job_ended=False)
 
 
-def test_the_same_conclusion_is_new_once():
-    reported = ReportedIncidents()
-    assert reported.enter(LATE)
-    assert not reported.enter(replace(LATE, sentence="rank 2 is late since 16 s"))
-    assert reported.finding == LATE
-
-
 @pytest.mark.parametrize(
     "change", [{"ranks": (1, 2)}, {"scope": "machine"}, {"step": 4}, {"surface": "fingerprint/world"}]
 )
 def test_another_conclusion_is_new(change: dict[str, object]):
     reported = ReportedIncidents()
-    reported.enter(LATE)
+    assert [reported.enter(LATE), reported.enter(replace(LATE, sentence="again"))] == [True, False]
     assert reported.enter(replace(LATE, **change))
     assert reported.finding == replace(LATE, **change)
-
-
-def test_a_trainer_that_ends_after_the_job_has_stopped_is_not_new():
-    reported = ReportedIncidents()
-    reported.enter(LATE)
-    assert not reported.enter(replace(LATE, ranks=(0,), job_ended=True))
-    assert reported.finding == LATE
-
-
-def test_after_a_death_nothing_is_new():
-    reported = ReportedIncidents()
-    assert reported.enter(replace(LATE, ranks=(1,), job_ended=True))
-    assert not reported.enter(LATE)
 
 
 def test_an_incident_is_resolved_when_all_named_ranks_move():
     reported = ReportedIncidents()
     reported.enter(replace(LATE, ranks=(1, 2)))
-    assert reported.moved(0, 99.0) is None
-    assert reported.moved(2, 7.5) is None
-    assert reported.moved(2, 99.0) is None  # reported before
+    assert [reported.moved(*each) for each in ((0, 99.0), (2, 7.5), (2, 99.0))] == [None] * 3
     assert reported.moved(1, 7.0) == Resolved(
         step=3, ranks=(1, 2), sentence=LATE.sentence, stalled_seconds=7.5
     )
-    assert reported.finding is None
-    assert reported.enter(LATE), "the same again is news again"
 
 
 def test_a_finding_of_another_hub_is_not_new_and_can_be_resolved_here():
@@ -105,15 +84,6 @@ def test_another_hub_withdraws_only_its_own_finding():
     assert reported.finding == LATE
 
 
-def test_a_rank_that_moves_after_others_have_ended_resolves_nothing():
-    """It finds them missing, and they must not be reported as if they were the cause."""
-    reported = ReportedIncidents()
-    assert reported.enter(LATE)
-    assert not reported.enter(replace(LATE, ranks=(0,), job_ended=True))
-    assert reported.moved(2, 7.0) is None
-    assert not reported.enter(replace(LATE, ranks=(0, 1), job_ended=True))
-
-
 def incident_of(*ranks: int) -> Incident:
     record = EvidenceRecord(
         step=3, surface="issued/world", manifestation=Manifestation.HANG, peers=(1, 2), verdict=exact([5, 4])
@@ -130,18 +100,6 @@ def posted(*gone: int, has_timed_out: bool = True) -> dict[int, RankReport]:
     }
 
 
-def test_ranks_that_timed_out_are_a_consequence_of_the_earlier_incident():
-    reported = ReportedIncidents()
-    assert reported.report(incident_of(2), posted())
-    reported.moved(2, 7.0)
-    assert reported.traced(incident_of(0, 1), posted()) is None
-    traced = reported.traced(incident_of(0, 1), posted(0, 1))
-    assert traced.ranks == (2,)
-    assert traced.sentence.endswith("The trainers of ranks 0 and 1 ended after waiting for too long.")
-    assert reported.report(traced, posted(0, 1))
-    assert not reported.report(reported.traced(incident_of(0), posted(0, 1)), posted(0, 1)), "once"
-
-
 def test_only_ranks_that_timed_out_after_an_incident_are_a_consequence():
     reported = ReportedIncidents()
     late = incident_of(0, 1)
@@ -156,14 +114,8 @@ def test_only_ranks_that_timed_out_after_an_incident_are_a_consequence():
 
 @pytest.mark.parametrize(("process", "job_ended"), [(Process.RUNNING, False), (Process.GONE, True)])
 def test_a_finding_summarizes_the_incident(process: Process, job_ended: bool):
-    record = EvidenceRecord(
-        step=3, surface="issued/world", manifestation=Manifestation.HANG, peers=(1, 2), verdict=exact([5, 4])
-    )
-    incident = incident_from(record, (2,), sentence=LATE.sentence)
-    posts = {
-        1: RankReport(RankStatus(1, Process.GONE, None), ()),
-        2: RankReport(RankStatus(2, process, None), ()),
-    }
+    posts = {rank: RankReport(RankStatus(rank, process, None), ()) for rank in (1, 2)}
+    incident = incident_of(2)
     finding = Finding.of(incident, posts if job_ended else {2: posts[2]})
-    assert finding == replace(LATE, job_ended=job_ended)
+    assert finding == replace(LATE, sentence=incident.sentence, job_ended=job_ended)
     assert Finding.from_json(json.loads(json.dumps(finding.to_json()))) == finding
