@@ -35,8 +35,8 @@ ROOT = Path(torchscout.__file__).parent.parent
 DISCOVER = "discover --rows 1:2 --hidden 8 --intermediate 8 --kernel torch --device cpu"
 EXPORT = "checkpoint export {checkpoints} --to dcp -o {gone}"
 
-# What is refused before any work, and what must be said of it: the option or the file, the wrong value, and what
-# is right instead. The same mistake of several commands is here once.
+# What is refused before any work, and what must be said of it: the option or the file, the wrong value, and
+# what is right instead. The same mistake of several commands is here once.
 REFUSED = [
     ("config --check {gone}", "{gone}", "No such file"),
     ("config --output {folder}", "--output", "{folder} is a folder", "give a file"),
