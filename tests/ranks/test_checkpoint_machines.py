@@ -66,24 +66,6 @@ def test_a_blank_machine_gets_its_state_from_a_peer(tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_loss_of_both_holders_is_reported_on_every_rank(tmp_path: Path):
-    with machines(tmp_path, names(6)) as (one, two, three, four, five, six):
-        before = killed((one, two, three), PLAN, run_dir(tmp_path, "first"), 9)
-        two.kill()
-        # Rank 1's copy is with rank 2.
-        sources = went_on((one, four, three), PLAN, run_dir(tmp_path, "second"), before)
-        assert sources == ["its own memory", "rank 2's memory", "its own memory"]
-        three.kill()
-        four.kill()
-        third = run_dir(tmp_path, "third")
-        results = spread((one, five, six), replace(PLAN, run_dir=third), third / "life")
-        for each in results:
-            assert isinstance(each, str), "no rank may begin from the beginning"
-            assert "No checkpoint is left that may be loaded" in each
-            assert "no whole shard of rank 1 is left" in each
-
-
-@pytest.mark.slow
 def test_loaded_state_is_copied_again_before_anything_new_is_captured(tmp_path: Path):
     with machines(tmp_path, names(5)) as (one, two, three, four, five):
         before = killed((one, two, three), PLAN, run_dir(tmp_path, "first"), 9)
