@@ -8,10 +8,8 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
-
 from tests.support.checkpoint_jobs import Plan, train
-from tests.support.ranks import RankError, run_ranks
+from tests.support.ranks import run_ranks
 from torchscout.checkpoint.trust.generation import TrustLevel
 from torchscout.faults.plan import FaultPlan
 
@@ -62,17 +60,3 @@ def test_the_candidate_of_step_2_is_promoted_at_4_and_recovered_after_corruption
             (5, None, 4),
             (6, 6, 4),
         ]
-
-
-def test_a_candidate_is_not_promoted_once_corruption_is_found(tmp_path: Path):
-    plan = planned(tmp_path)
-    for each in run_ranks(train, RANKS, replace(plan, faults=corrupted(4)), timeout=60):
-        assert (each.unfired, each.incidents[0]) == (0, ("sdc", 4))
-        assert [each.roles[step] for step in (3, 4, 7)] == [
-            (2, 2, None),
-            (None, None, None),
-            (None, None, None),
-        ]
-    with pytest.raises(RankError) as raised:
-        run_ranks(train, RANKS, replace(plan, run_dir=tmp_path / "again"), timeout=60)
-    assert str(raised.value).count("and no verified checkpoint is left") == RANKS, raised.value

@@ -68,14 +68,11 @@ def kill_and_restart(plan: Plan, count: int, seed: int) -> None:
     assert unwritten, "some were killed while they wrote files"
 
 
-@pytest.mark.long
-def test_killed_at_any_instant_a_job_goes_on_from_its_newest_complete_generation(tmp_path: Path):
-    kill_and_restart(planned(tmp_path), 8, seed=1)
-
-
-@pytest.mark.slow
-def test_a_hundred_kills_lose_nothing_and_mix_nothing(tmp_path: Path):
-    kill_and_restart(planned(tmp_path), 100, seed=2)
+@pytest.mark.parametrize(
+    "kills", [pytest.param(8, marks=pytest.mark.long), pytest.param(100, marks=pytest.mark.slow)]
+)
+def test_killed_at_any_instant_a_job_goes_on_from_its_newest_complete_generation(tmp_path: Path, kills: int):
+    kill_and_restart(planned(tmp_path), kills, seed=kills)
 
 
 @pytest.mark.long
@@ -130,29 +127,19 @@ def starts_again(plan: Plan, alone: dict[int, list[dict[int, str]]], kills: Kill
     return expected
 
 
-def killed_and_started_again(tmp_path: Path, count: int, seed: int) -> list[int]:
+@pytest.mark.slow
+def test_two_hundred_kills_never_leave_a_job_that_cannot_start(tmp_path: Path):
+    seed = int(os.environ.get("TORCHSCOUT_TEST_SEED", random.SystemRandom().randrange(1 << 32)))
+    print(f"TORCHSCOUT_TEST_SEED={seed}")
     alone = {
         steps: [each.bits for each in run_ranks(train, RANKS, Plan("ddp", steps, interval=1), timeout=60)]
         for steps in (SHORT, LONG)
     }
     resumed_steps = []
-    for number, (steps, kills) in enumerate(instants(count, seed)):
+    for number, (steps, kills) in enumerate(instants(200, seed)):
         folder = tmp_path / f"job-{number}"
         plan = replace(planned(folder), steps=steps, run_dir=folder / "run", persist_every=4)
         resumed_steps.append(starts_again(plan, alone, kills))
         shutil.rmtree(folder)
-    return resumed_steps
-
-
-@pytest.mark.slow
-def test_a_job_that_is_killed_in_its_first_or_last_steps_or_as_it_ends_can_start_again(tmp_path: Path):
-    killed_and_started_again(tmp_path, 4, seed=3)
-
-
-@pytest.mark.slow
-def test_two_hundred_kills_never_leave_a_job_that_cannot_start(tmp_path: Path):
-    seed = int(os.environ.get("TORCHSCOUT_TEST_SEED", random.SystemRandom().randrange(1 << 32)))
-    print(f"TORCHSCOUT_TEST_SEED={seed}")
-    resumed_steps = killed_and_started_again(tmp_path, 200, seed)
     assert 0 in resumed_steps, "some began anew"
     assert max(resumed_steps) > SHORT

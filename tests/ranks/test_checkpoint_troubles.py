@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import re
 import subprocess
 import sys
-import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,9 +15,9 @@ import pytest
 
 from tests.support.checkpoint_jobs import KillPlan, Plan, Result, killed_from_outside, reached, train
 from tests.support.ranks import RankError, run_ranks
-from tests.support.small_job import until
 from tests.support.spread_checkpoints import outcomes
 from torchscout.checkpoint.storage import shards
+from torchscout.checkpoint.storage.lock import claim
 from torchscout.checkpoint.trust import ledger
 from torchscout.faults.plan import FaultPlan
 from torchscout.faults.storage import can_fill_disks, on_a_small_disk, restore_folder
@@ -108,34 +108,14 @@ def test_a_folder_that_is_lost_later_moves_no_pointer_and_memory_still_has_it_al
     assert [each.resumed and each.resumed.step for each in again] == [12, 12]
 
 
-def test_a_folder_has_one_job_and_a_dead_one_gives_it_back(tmp_path: Path):
-    plan = replace(planned(tmp_path, 100_000), run_dir=tmp_path / "first")
-    outputs: list[str] = []
-
-    def first() -> None:
-        try:
-            run_ranks(train, 2, plan, timeout=90)
-        except RankError as error:
-            outputs.append(str(error))
-
-    running = threading.Thread(target=first)
-    with killed_from_outside(plan, KillPlan((0, 1), 0.0, when=tmp_path / "kill")):
-        running.start()
-        until(lambda: max(reached(plan, 0), default=0) > 4, "the first one trains", 60)
-        with pytest.raises(RankError) as raised:
-            run_ranks(train, 2, replace(plan, run_dir=tmp_path / "second"), timeout=60)
-        pids = [(plan.run_dir / f"pid-{rank}").read_text() for rank in (0, 1)]
-        assert str(raised.value).count("torchscout.errors.CheckpointError") == 2
-        assert any(f"pid {pid} on" in str(raised.value) for pid in pids), raised.value
-        then = max(reached(plan, 0))
-        until(lambda: max(reached(plan, 0)) > then, "it goes on, undisturbed", 30)
-        (tmp_path / "kill").touch()
-    running.join()
-    assert outputs[0].count("exit code -9") == 2
-    third = replace(plan, steps=max(reached(plan, 0)) + 2, run_dir=tmp_path / "third")
-    for each in run_ranks(train, 2, third, timeout=60):
-        assert each.resumed is not None
-        assert each.resumed.step >= then - 2
+def test_a_folder_has_one_job(tmp_path: Path):
+    plan = planned(tmp_path, 1)
+    assert plan.directory is not None
+    with claim(plan.directory, "another"), pytest.raises(RankError) as raised:
+        run_ranks(train, 2, plan, timeout=60)
+    message = str(raised.value)
+    assert message.count("torchscout.errors.CheckpointError") == 2
+    assert f"pid {os.getpid()}" in message
 
 
 def test_captures_of_a_hung_job_are_recovered_after_it_is_killed(tmp_path: Path):

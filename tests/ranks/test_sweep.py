@@ -72,16 +72,3 @@ def test_a_job_that_does_not_sweep_loads_the_verified_state(killed: Plan):
         assert (each.resumed.swept, each.resumed.role) == (None, TrustLevel.VERIFIED)
         assert each.resumed.step in (2, 4, 6)
         assert "the sweep of the catalog did not complete" in each.resumed.reason
-
-
-@pytest.mark.long
-def test_corruption_without_a_verified_checkpoint_is_left_to_the_user(tmp_path: Path, killed: Plan):
-    plan = replace(killed, recipes=20, directory=tmp_path / "others", run_dir=tmp_path / "another")
-    with pytest.raises(RankError):
-        run_ranks(train, RANKS, replace(plan, killed=dict.fromkeys(range(RANKS), 5)), timeout=120)
-    with pytest.raises(RankError, match="no verified checkpoint is left"):
-        gone_on(replace(plan, faults=FAULTY, start_over=True))
-    for each in gone_on(replace(plan, steps=1, start_over=True)):
-        assert each.resumed is not None
-        assert (each.resumed.step, each.resumed.role) == (0, None)
-        assert list(each.bits) == [1]
