@@ -12,12 +12,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.ranks.test_hangs import TRAINING, communicating_job, ddp_job, fsdp_job
-from tests.support.hangs import FAULTY_STEP, QUICK, Net, incidents, wait_for_incident
+from tests.ranks.test_hangs import TRAINING, communicating_job, ddp_job
+from tests.support.hangs import FAULTY_STEP, QUICK, Net, incidents, steps, wait_for_incident
 from tests.support.ranks import RankError, run_ranks
 from torchscout.attach import enable_resiliency
+from torchscout.faults.injector import Injector
 from torchscout.faults.plan import FaultPlan
 
 pytestmark = pytest.mark.slow
@@ -33,6 +35,23 @@ def stall(generator: random.Random, rank: int, place: str) -> FaultPlan:
 def names_exactly(run_dir: Path, rank: int) -> None:
     wait_for_incident(run_dir)
     assert {incident.ranks for incident in incidents(run_dir)} == {(rank,)}
+
+
+def fsdp_job(rank: int, run_dir: Path, faults: FaultPlan) -> int:
+    model = Net()
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with (
+        enable_resiliency(model, optimizer, observer=QUICK, run_dir=run_dir),
+        Injector(faults, rank, model, optimizer) as injector,
+    ):
+        for _ in steps():
+            optimizer.zero_grad()
+            model(torch.randn(4, 16)).sum().backward()
+            optimizer.step()
+    return len(injector.fired)
 
 
 @pytest.mark.parametrize("seed", REPEATS)
