@@ -158,6 +158,14 @@ ROWS = [
         never=[4],
     ),
     Row(
+        "a rank holds a wrong weight, so that its partner computes a wrong sum as well: it is named alone",
+        given=job(
+            8, Check(state={WEIGHT: [7, 3, 7, 3, 9, 3, 7, 3]}, output=[7, 3, 7, 3, 9, 4, 7, 3]), tensor=2
+        ),
+        must_come=[named(4, about="state")],
+        never=[5],
+    ),
+    Row(
         "two pipeline stages of one replica compute something wrong: each does so by itself",
         given=job(8, Check(output=[7, 3, 7, 3, 9, 4, 7, 3]), stages=2),
         must_come=[named(4, about="computation"), named(5, about="computation")],
@@ -263,6 +271,39 @@ ROWS = [
         "one average of one rank is wrong when averages are first compared",
         given=job(3, Check(state={name: [5, 9 if name is AVERAGES[1] else 5, 5] for name in AVERAGES})),
         must_come=[named(1, about="state")],
+    ),
+    Row(
+        "three of four averages of one rank are wrong when averages are first compared",
+        given=job(3, Check(state={name: [5, 5, 9] for name in AVERAGES[:3]} | {AVERAGES[3]: [5, 5, 5]})),
+        must_come=[named(2, about="state")],
+    ),
+    Row(
+        "every average is kept by one rank, and is zero on the others",
+        given=job(
+            3,
+            Check(
+                state={
+                    name: [7 * (rank == place % 3) for rank in range(3)]
+                    for place, name in enumerate(AVERAGES)
+                }
+            ),
+        ),
+        must_come=[],
+    ),
+    Row(
+        "one rank alone keeps averages",
+        given=job(4, Check(state={name: [5, 0, 0, 0] for name in AVERAGES})),
+        must_come=[],
+    ),
+    Row(
+        "of two ranks each keeps averages of its own part",
+        given=job(2, Check(state={name: [1, 2] for name in AVERAGES[:3]} | {AVERAGES[3]: [5, 5]})),
+        must_come=[],
+    ),
+    Row(
+        "of two ranks one has a wrong average",
+        given=job(2, Check(state={name: [5, 9 if name is AVERAGES[1] else 5] for name in AVERAGES})),
+        must_come=[disagree(0, 1, about="state")],
     ),
     Row(
         "one rank alone has one more layer",

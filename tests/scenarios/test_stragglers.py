@@ -237,6 +237,7 @@ def slow_ranks(*ranks: int) -> list[Finding]:
 
 SHARDS, SLICES = (4, 5), (4, 12)
 """A shard group between machines 4 and 5, and a tensor group within machine 4."""
+TWO_MACHINES = [SHARDS, SLICES, (10, 11), (2, 10)]
 MACHINE_4 = straggler((4, 12), "machine", "replace")
 FOUR = job(replica=4)
 PAIRS = job(replica=3, tensor=2, ranks_on_machine=2)
@@ -273,6 +274,12 @@ ROWS = [
         "a rank is slow, as fast as its peers for a while, and slow again",
         given=FOUR.checks(4, slow={2: 2.0}).checks(4).checks(6, slow={2: 2.0}),
         must_come=slow_ranks(2, 2),
+    ),
+    Row(
+        "a rank is slow in every second check, and hardly slow in those between",
+        given=FOUR.checks(6, {"slow": {2: 2.0}}, {"slow": {2: 1.12}}),
+        must_come=slow_ranks(2),
+        never=[0, 1, 3],
     ),
     Row(
         "a rank is slow while every check has another sequence length",
@@ -314,6 +321,16 @@ ROWS = [
     Row(
         "a rank is slow in one check, and in every fifth one",
         given=FOUR.checks(60, {"slow": {2: 3.0}}, {}, {}, {}, {}),
+        must_come=[],
+    ),
+    Row(
+        "in every check another rank is slow",
+        given=FOUR.checks(24, *[{"slow": {rank: 2.0}} for rank in (0, 2, 1, 3)]),
+        must_come=[],
+    ),
+    Row(
+        "of two replicas one is slower in every second check, and the other one in the others",
+        given=job(replica=2).checks(3).checks(20, {"slow": {1: 2.0}}, {"slow": {0: 2.0}}),
         must_come=[],
     ),
     Row("a rank is slow by 8%, always", given=FOUR.checks(30, slow={2: 1.08}), must_come=[]),
@@ -363,6 +380,48 @@ ROWS = [
         "a group within a machine is slow, and none between machines",
         given=paper_figure().checks(3).checks(8, slow_groups={SLICES: 5.0}),
         must_come=[straggler(SLICES, "machine", "inspect")],
+    ),
+    Row(
+        "groups of two machines are slow, between machines and within",
+        given=paper_figure().checks(3).checks(8, slow_groups=dict.fromkeys(TWO_MACHINES, 5.0)),
+        must_come=[straggler((2, 4, 10, 12), "machine", "replace")],
+    ),
+    Row(
+        "a group within a machine is slow, is normal for a while, and slow again",
+        given=paper_figure()
+        .checks(4, slow_groups={SLICES: 5.0})
+        .checks(4)
+        .checks(8, slow_groups={SLICES: 5.0}),
+        must_come=[straggler(SLICES, "machine", "inspect")] * 2,
+    ),
+    Row(
+        "a group within a machine is slow, and then one of another machine as well",
+        given=paper_figure()
+        .checks(4, slow_groups={SLICES: 5.0})
+        .checks(8, slow_groups={SLICES: 5.0, (3, 11): 5.0}),
+        must_come=[straggler(SLICES, "machine", "inspect"), straggler((3, 4, 11, 12), "machine", "inspect")],
+    ),
+    Row(
+        "a group is slow in one check, and in every tenth one",
+        given=paper_figure().checks(60, {"slow_groups": {SHARDS: 5.0, SLICES: 5.0}}, *[{}] * 9),
+        must_come=[],
+    ),
+    Row(
+        "a group is faster than the others, always",
+        given=paper_figure().checks(10, slow_groups={SHARDS: 0.1}),
+        must_come=[],
+    ),
+    Row(
+        "of four shard groups one leaves its machine, and takes longer than the others",
+        given=job(replica=4, shard=2, machines="aabbccde").checks(
+            10, slow_groups={(6, 7): 5.0}, axes=["shard"]
+        ),
+        must_come=[],
+    ),
+    Row(
+        "the only group along its axis becomes slow: there is nothing to compare it with",
+        given=job(tensor=4, ranks_on_machine=4).checks(3).checks(8, slow_groups={(0, 1, 2, 3): 5.0}),
+        must_come=[],
     ),
     Row(
         "a group between two machines is slow, and both are normal inside: the network between them",
