@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Literal
@@ -43,8 +43,8 @@ class Entry:
     flip: Flip = "named"
     """What a changed weight on one rank leads to. ``named``: an incident with exactly that rank.
     ``reported``: an incident with that rank, perhaps among others, as no majority holds the same."""
-    compared: tuple[str, ...] = ()
-    """What every rank must have compared after 20 healthy steps, at least."""
+    compared: Collection[str] | Callable[[int], Collection[str]] = ()
+    """What every rank, or the given one, must have compared after 20 healthy steps, at least."""
     unchecked: tuple[str, ...] = ("*",)
     """Patterns of what may be left out of a comparison; empty where everything must be compared."""
     wrong: Mapping[str, Wrong] = field(default_factory=dict)
@@ -64,6 +64,9 @@ class Entry:
     """Contracts that CI tries on it besides; the others are tried with ``make test-slow``."""
     on_cuda: tuple[str, ...] = ()
     """Contracts that ``make test-gpu`` tries on it, over NCCL."""
+
+    def compared_on(self, rank: int) -> set[str]:
+        return {*(self.compared(rank) if callable(self.compared) else self.compared)}
 
     @property
     def missing(self) -> list[str]:

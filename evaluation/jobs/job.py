@@ -58,6 +58,8 @@ class Trial:
     interval: int = 5
     min_silence_seconds: float = 30.0
     """No healthy step of these jobs takes as long, whatever else the machine does."""
+    replay: Mapping[str, Any] = field(default_factory=dict)
+    """More settings of replay."""
     keeps_records: bool = False
     """Whether every comparison is recorded and returned, agreements as well."""
     attach_after: int = 0
@@ -169,17 +171,19 @@ class Job:
         also: Callable[[], Iterable[Any]] = tuple,
         weight: Callable[[], torch.Tensor] | None = None,
         slow: tuple[Any, Any] | None = None,
+        parts: tuple[Sequence[nn.Module], Sequence[Any]] | None = None,
         **settings: Any,
     ) -> None:
         """Where a user calls ``enable_resiliency(model, optimizer, **settings)``.
 
         ``states`` is what a user registers for checkpoints, ``also`` what else training leaves behind (it is
         compared bit for bit), ``weight`` what a flip changes if not the first matrix that is trained.
-        ``slow`` is the model and the optimizer as an injector wants them, if not those that are attached.
+        ``slow`` is the model and the optimizer as an injector wants them, if not those that are attached;
+        ``parts`` are the models and the optimizers that a framework's object has, if that is attached.
         """
         self._model, self._optimizer, self._settings = model, optimizer, settings
-        self._modules = _listed(model)
-        self._optimizers = [each for each in _listed(optimizer) if isinstance(each, torch.optim.Optimizer)]
+        self._modules, optimizers = parts or (_listed(model), _listed(optimizer))
+        self._optimizers = [each for each in optimizers if isinstance(each, torch.optim.Optimizer)]
         self._states, self._also, self._weight = states or {}, also, weight
         torch.manual_seed(1000 + self.rank)  # dropout is each rank's own
         bare, updates = slow if slow else (_bare(self._modules[0]), self._optimizers[-1])
@@ -253,7 +257,11 @@ class Job:
         self.session = session = enable_resiliency(
             self._model,
             self._optimizer,
-            replay=ReplayConfig(interval=trial.interval, records="all" if trial.keeps_records else "summary"),
+            replay=ReplayConfig(
+                interval=trial.interval,
+                records="all" if trial.keeps_records else "summary",
+                **trial.replay,
+            ),
             observer=ObserverConfig(min_silence_seconds=trial.min_silence_seconds, address="127.0.0.1"),
             checkpoint=kept,
             run_dir=trial.run_dir,
@@ -393,7 +401,7 @@ def _flip(tensor: torch.Tensor) -> int:
 def _layer_names(model: nn.Module) -> list[str]:
     """Return the members of the first list of modules, or else the children of the model."""
     for name, module in model.named_modules():
-        if isinstance(module, nn.ModuleList | nn.Sequential) and len(module):
+        if isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential) and len(module):
             return [f"{name}.{child}" if name else child for child, _ in module.named_children()]
     return [name for name, _ in model.named_children()]
 
