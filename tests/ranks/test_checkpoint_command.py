@@ -12,12 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
 from typer.testing import CliRunner, Result
 
 import torchscout
 from tests.support.checkpoint_folders import (
-    DURABLE,
     GATE,
     JOB,
     flip,
@@ -114,25 +112,18 @@ def test_generations_are_listed_with_roles_owners_holders_and_sizes(disk: Path, 
 
 
 def test_the_ledgers_say_what_was_being_captured_when_the_job_ended(disk: Path):
-    results = run("list", disk).stdout
-    roles = "latest step 6, candidate step 6, verified step 4, capturing step 7"
-    assert f"ledgers: 4 of 4 ranks; {roles}\n" in results
-    put_ledgers(disk, ledger.CheckpointGate())
-    assert "ledgers: 4 of 4 ranks; nothing is captured\n" in run("list", disk).stdout
+    shown = run("list", disk).stdout
+    for fact in ("4 of 4 ranks", "latest step 6", "candidate step 6", "verified step 4", "capturing step 7"):
+        assert fact in shown
 
 
-def test_a_missing_shard_is_listed_as_missing_with_whose_it_is(disk: Path):
+def test_missing_shards_are_listed_with_whose_they_are_and_a_damaged_header_is_as_good_as_none(disk: Path):
     shard(disk, 4, 3).unlink()
-    shard(disk, 4, 1).unlink()
-    assert ask("list", disk)["generations"][1]["missing"] == [1, 3]
-    assert "step 4: there is no usable shard of ranks 1 and 3 here" in run("list", disk).stdout
-
-
-def test_a_shard_with_a_damaged_header_is_as_good_as_missing(disk: Path):
     flip(shard(disk, 4, 1), 50)
     generation = ask("list", disk)["generations"][1]
-    assert generation["missing"] == [1]
-    assert generation["shards"][1]["problem"] == "the header is damaged: its digest does not match"
+    assert generation["missing"] == [1, 3]
+    assert "header" in generation["shards"][1]["problem"]
+    assert "step 4: there is no usable shard of ranks 1 and 3 here" in run("list", disk).stdout
 
 
 def test_a_copy_elsewhere_makes_up_for_a_missing_shard(disk: Path, memory: Path):
@@ -152,31 +143,19 @@ def test_memory_is_told_from_disk_by_its_file_system(tmp_path: Path):
         shutil.rmtree(folder)
 
 
-def test_several_folders_of_one_kind_are_told_apart(disk: Path, tmp_path: Path):
-    other = make_disk(tmp_path / "other")
-    results = run("list", disk, other).stdout
-    assert f"disk 1: {disk}, not in use" in results
-    assert f"disk 2: {other}, not in use" in results
-    assert results.count("KiB  disk 1\n") == results.count("KiB  disk 2\n") == 3
+CLAIM = "import sys; from torchscout.checkpoint.storage.lock import claim; claim(sys.argv[1], 'live')"
+CLAIM += "; print('held', flush=True); sys.stdin.readline()"
 
 
-def test_every_shard_is_shown_if_asked(disk: Path):
-    assert str(shard(disk, 4, 2)) not in run("list", disk).stdout
-    assert str(shard(disk, 4, 2)) in run("list", disk, "--files").stdout
-
-
-def test_a_live_job_is_shown(disk: Path):
-    command = [sys.executable, "-c", "import sys; from torchscout.checkpoint.storage.lock import claim; "]
-    command[2] += f"claim({str(disk)!r}, 'live'); print('held', flush=True); sys.stdin.readline()"
+def test_a_running_job_is_shown_and_nothing_is_deleted_under_it(disk: Path):
+    put_shard(disk, Generation(1), 0)
+    command = [sys.executable, "-c", CLAIM, disk]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as job:
         assert job.stdout
         assert job.stdout.readline() == "held\n"
         assert ask("list", disk)["folders"][0]["in_use_by"]["pid"] == job.pid
-        assert f"in use by job 'live', pid {job.pid} on " in run("list", disk).stdout
-        # And nothing is deleted under it.
-        put_shard(disk, Generation(1), 0)
-        refused = run("prune", disk, "--yes", "--keep", "0", expect=1)
-        assert f"in use by job 'live', pid {job.pid}" in refused.stderr
+        for told in (run("list", disk).stdout, run("prune", disk, "--yes", "--keep", "0", expect=1).stderr):
+            assert f"in use by job 'live', pid {job.pid}" in told
         assert len(shard_files(disk)) == 13
         assert "would be deleted" in run("prune", disk, "--keep", "0").stdout
         job.communicate("\n")
@@ -200,22 +179,16 @@ def test_a_flipped_bit_is_named_with_its_file_and_tensor(disk: Path):
     assert (damage["step"], damage["rank"], damage["tensors"]) == (6, 2, ["model/weight"])
     assert damage["file"] == str(shard(disk, 6, 2))
     results = run("verify", disk, expect=1).stdout
-    assert f"DAMAGED {shard(disk, 6, 2)}\n  tensor 'model/weight' is damaged" in results
-    assert "12 shards" in results
-    assert "1 damaged" in results
+    for fact in (str(shard(disk, 6, 2)), "'model/weight'", "12 shards", "1 damaged"):
+        assert fact in results
 
 
-@pytest.mark.parametrize("size", [0, 20, 200, -1])
-def test_a_cut_file_is_damaged(disk: Path, size: int):
-    rewrite(shard(disk, 6, 2), shard(disk, 6, 2).read_bytes()[:size])
-    (damage,) = ask("verify", disk, expect=1)["damaged"]
-    assert damage["file"] == str(shard(disk, 6, 2))
-
-
-def test_a_shard_under_anothers_name_is_damaged(disk: Path):
-    rewrite(shard(disk, 6, 2), shard(disk, 6, 1).read_bytes())
-    (damage,) = ask("verify", disk, expect=1)["damaged"]
-    assert damage["problems"] == ["its name is wrong: it is the shard of rank 1 of 4 at step 6"]
+def test_a_file_that_is_cut_or_has_anothers_name_is_damaged(disk: Path):
+    whole = shard(disk, 6, 2).read_bytes()
+    for data in (b"", whole[:20], whole[:200], whole[:-1], shard(disk, 6, 1).read_bytes()):
+        rewrite(shard(disk, 6, 2), data)
+        (damage,) = ask("verify", disk, expect=1)["damaged"]
+        assert damage["file"] == str(shard(disk, 6, 2))
 
 
 @pytest.mark.parametrize("also_before", [False, True])
@@ -253,9 +226,7 @@ def test_what_is_not_there_cannot_be_chosen(disk: Path, memory: Path):
     """What was captured last is only in memory."""
     assert chosen(ask("explain", disk))["straggler"] == ("latest", 6, False)
     assert chosen(ask("explain", disk, memory))["straggler"] == ("latest", 7, False)
-    results = run("explain", disk).stdout
-    assert f"This machine has more of this job in memory: {memory}" in results
-    assert "has more of this job" not in run("explain", disk, memory).stdout
+    assert str(memory) in run("explain", disk).stdout, "this machine has more of the job there"
 
 
 def test_a_damaged_verified_generation_falls_back_to_the_older_verified_one(disk: Path, memory: Path):
@@ -266,10 +237,7 @@ def test_a_damaged_verified_generation_falls_back_to_the_older_verified_one(disk
     (unusable,) = report["unusable"]
     assert (unusable["step"], unusable["roles"], unusable["missing"]) == (4, ["verified"], [1])
     assert unusable["damaged"][0]["file"] == str(shard(disk, 4, 1))
-    assert (
-        "step 4 (verified) cannot be loaded: there is no intact shard of rank 1 here."
-        in run("explain", disk).stdout
-    )
+    assert "step 4 (verified) cannot be loaded" in run("explain", disk).stdout
     assert ask("explain", disk, memory, "--quick")["unusable"] == [], "headers do not tell"
 
 
@@ -285,14 +253,15 @@ def test_what_resume_would_repair_is_chosen_and_not_called_lost(disk: Path, memo
     report = ask("explain", disk, memory)
     assert chosen(report)["sdc"] == ("verified", 4, False)
     assert report["unusable"] == []
-    said = "1 damaged tensor of rank 1's state at step 4 would be replaced with identical bytes from rank 0"
-    assert report["repairable"] == [{"step": 4, "lineage": 0, "ranks": [1], "repairs": [said]}]
-    assert (
-        f"step 4 is damaged, and session.resume() would repair it:\n  {said}." in run("explain", disk).stdout
-    )
+    (repairable,) = report["repairable"]
+    (said,) = repairable["repairs"]
+    assert (repairable["step"], repairable["ranks"]) == (4, [1])
+    assert "rank 1" in said
+    assert "rank 0" in said
+    assert said in run("explain", disk).stdout
     results = run("verify", disk, expect=1).stdout
-    assert f"DAMAGED {shard(disk, 4, 1)}\n  tensor 'optimizer/exp_avg' is damaged" in results
-    assert f"  {said}." in results
+    for fact in (str(shard(disk, 4, 1)), "'optimizer/exp_avg'", said):
+        assert fact in results
     assert ask("verify", disk, expect=1)["repairable"] == report["repairable"]
 
 
@@ -308,32 +277,6 @@ def test_what_no_peer_has_cannot_be_repaired(disk: Path):
         (4, [0, 1, 2, 3]),
         (6, [1, 2]),
     ]
-    results = run("verify", disk, expect=1).stdout
-    assert (
-        "step 6 (latest, candidate) cannot be loaded: there is no intact shard of ranks 1 and 2 here."
-        in results
-    )
-
-
-def test_with_all_verified_damaged_nothing_unverified_is_chosen_after_corruption(disk: Path, memory: Path):
-    flip(shard(disk, 4, 1))
-    shard(disk, 2, 0).unlink()
-    report = ask("explain", disk, memory)
-    assert chosen(report)["sdc"] == (None, None, False)
-    assert "Nothing can be recovered" in next(iter(report["decisions"]))["reason"]
-
-
-def test_ranks_that_stopped_at_different_points_are_reconciled(disk: Path, memory: Path):
-    """One rank has seen corruption that the others have not written down."""
-    ledger.write(memory, 2, train(GATE, "x"), job=JOB, world_size=4)
-    report = ask("explain", disk, memory)
-    assert report["poisoned"] == 8
-    assert {each[:2] for each in chosen(report).values()} == {("verified", 4)}
-
-
-def test_a_ledger_that_is_behind_does_not_count_where_the_same_rank_has_a_newer_one(disk: Path, memory: Path):
-    put_ledgers(disk, train(ledger.CheckpointGate(recipes=2), "hh"))
-    assert chosen(ask("explain", disk, memory))["sdc"] == ("verified", 4, False)
 
 
 def test_without_a_ledger_nothing_is_trusted(disk: Path):
@@ -355,7 +298,7 @@ def test_nothing_is_deleted_without_yes(disk: Path):
     report = ask("prune", disk, "--keep", "0")
     assert report["dry_run"]
     assert (steps(report["kept"]), steps(report["removed"])) == ([4, 6], [1, 2])
-    assert "Nothing was deleted. Add --yes to delete." in run("prune", disk).stdout
+    assert "--yes" in run("prune", disk).stdout
     assert {path: path.read_bytes() for path in disk.rglob("*") if path.is_file()} == before
 
 
@@ -427,7 +370,8 @@ def test_of_several_jobs_one_must_be_chosen(disk: Path):
     for rank in range(4):
         put_shard(disk, Generation(9), rank, job="other")
     results = run("list", disk, expect=2).stderr
-    assert "more than one job here; choose with --job: 'llm-41f0' (16 files) and 'other' (4 files)" in results
+    for fact in ("--job", "'llm-41f0' (16 files)", "'other' (4 files)"):
+        assert fact in results
     assert steps(ask("list", disk, "--job", "other")["generations"]) == [9]
     assert steps(ask("list", disk, "--job", JOB)["generations"]) == [2, 4, 6]
     assert "there is no job 'third' here" in run("list", disk, "--job", "third", expect=2).stderr
@@ -442,9 +386,8 @@ def test_of_several_world_sizes_one_must_be_chosen(disk: Path):
     for rank in range(2):
         put_shard(disk, Generation(9), rank, of=2)
     results = run("explain", disk, expect=2).stderr
-    assert (
-        "different world sizes; choose with --world-size: 2 ranks (2 files) and 4 ranks (16 files)" in results
-    )
+    for fact in ("--world-size", "2 ranks (2 files)", "4 ranks (16 files)"):
+        assert fact in results
     assert steps(ask("list", disk, "--world-size", "2")["generations"]) == [9]
     assert steps(ask("list", disk, "--world-size", "4")["generations"]) == [2, 4, 6]
     assert "nothing of a job of 3 ranks here" in run("list", disk, "--world-size", "3", expect=2).stderr
@@ -453,19 +396,18 @@ def test_of_several_world_sizes_one_must_be_chosen(disk: Path):
 # how it is printed
 
 
-@pytest.mark.parametrize(
-    ("ranks", "results"),
-    [
-        ([3], "rank 3"),
-        ([1, 3], "ranks 1 and 3"),
-        ([0, 1, 3], "ranks 0, 1 and 3"),
-        ([9, 3, 4, 5, 1], "ranks 1, 3-5 and 9"),
-        ([*range(1, 1000)], "ranks 1-999"),
-        ([*range(1000)], "any rank"),
-    ],
-)
-def test_ranks_are_told_however_many_there_are(ranks: list[int], results: str):
-    assert ranks_in_words(ranks, 1000) == results
+RANKS = {
+    "rank 3": [3],
+    "ranks 1 and 3": [1, 3],
+    "ranks 0, 1 and 3": [0, 1, 3],
+    "ranks 1, 3-5 and 9": [9, 3, 4, 5, 1],
+    "ranks 1-999": range(1, 1000),
+    "any rank": range(1000),
+}
+
+
+def test_ranks_are_told_however_many_there_are():
+    assert [ranks_in_words([*ranks], 1000) for ranks in RANKS.values()] == [*RANKS]
 
 
 def test_json_is_one_document_and_nothing_else_and_a_file_gets_the_same(disk: Path, tmp_path: Path):
@@ -501,20 +443,6 @@ def test_torch_is_not_imported(disk: Path):
         "    assert 'torch' not in sys.modules, command\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
-
-
-def test_a_pruning_folder_cannot_be_taken_by_a_job(disk: Path):
-    """Nor may pruning take one from this very process."""
-    with claim(disk, "job"):
-        refused = run("prune", disk, "--yes", expect=1)
-        assert "is in use by job 'job'" in refused.stderr
-        assert len(shard_files(disk)) == 4 * len(DURABLE)
-
-
-def test_the_commands_are_those_of_the_documentation():
-    root: Any = typer.main.get_command(app)
-    group = root.get_command(None, "checkpoint")
-    assert sorted(group.commands) == ["adopt", "explain", "export", "forget", "list", "prune", "verify"]
 
 
 def test_adopt_lets_a_job_take_over_what_another_one_has_written(disk: Path):
