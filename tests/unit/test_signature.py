@@ -82,15 +82,6 @@ def reference_avalanche(word: int) -> int:
     return word ^ (word >> 32)
 
 
-def inverse_avalanche(word: int) -> int:
-    inverse = pow(MULTIPLIER, -1, MODULUS)
-    word ^= word >> 32
-    word = word * inverse % MODULUS
-    word ^= word >> 32
-    word = word * inverse % MODULUS
-    return word ^ (word >> 32)
-
-
 @pytest.mark.slow_cases("*-torch.complex*", "*-torch.*64-fold", "513-*", "*-torch.uint32-fold")
 @BOTH
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -102,15 +93,7 @@ def test_every_bit_flip_changes_the_signature(dtype, size, algorithm):
 
 @BOTH
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_every_bit_flip_shows_behind_an_unaligned_offset(dtype, algorithm):
-    memory = random_bytes(102 * dtype.itemsize)
-    offsets = [dtype.itemsize + offset for offset in places(101, dtype.itemsize)]
-    assert_every_flip_shows(memory.view(dtype)[1:], memory, offsets, algorithm)
-
-
-@BOTH
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("layout", ["transposed", "strided", "expanded", "zero_dimensional"])
+@pytest.mark.parametrize("layout", ["transposed", "strided", "expanded", "zero_dimensional", "unaligned"])
 def test_every_bit_flip_shows_in_views(layout, dtype, algorithm):
     memory = random_bytes(48 * dtype.itemsize)
     flat = memory.view(dtype)
@@ -119,19 +102,12 @@ def test_every_bit_flip_shows_in_views(layout, dtype, algorithm):
         "strided": flat.view(6, 8)[:, ::8],
         "expanded": flat[:1].expand(5, 3),
         "zero_dimensional": flat[0],
+        "unaligned": flat[1:],
     }
-    assert_every_flip_shows(views[layout], memory, list(range(dtype.itemsize)), algorithm)
-
-
-@BOTH
-def test_every_bit_flip_shows_in_conjugate_and_negative_views(algorithm):
-    memory = random_bytes(7 * 8)
-    conjugate = memory.view(torch.complex64).conj()
-    negative = conjugate.imag
-    assert conjugate.is_conj()
-    assert negative.is_neg()
-    assert_every_flip_shows(conjugate, memory, list(range(8)), algorithm)
-    assert_every_flip_shows(negative, memory, list(range(4, 8)), algorithm)
+    first = dtype.itemsize if layout == "unaligned" else 0
+    assert_every_flip_shows(
+        views[layout], memory, [first + byte for byte in range(dtype.itemsize)], algorithm
+    )
 
 
 @BOTH
@@ -215,14 +191,6 @@ def test_paired_flips_of_any_bit_do_not_cancel(algorithm):
 
 
 @BOTH
-def test_nan_payloads_differ(algorithm):
-    payloads = torch.tensor([0x7FC00000, 0x7FC00001, 0x7F800001, -0x400000], dtype=torch.int32)
-    values = payloads.view(torch.float32)
-    assert values.isnan().all()
-    assert len(set(signatures(values.unbind(), algorithm=algorithm))) == len(values)
-
-
-@BOTH
 def test_dtype_shape_and_length_count(algorithm):
     zeros = torch.zeros(96, dtype=torch.uint8)
     same_bytes = [zeros.view(dtype) for dtype in DTYPES]
@@ -258,20 +226,11 @@ def test_the_input_is_left_alone(dtype, algorithm):
     assert tensor._version == version
 
 
-@BOTH
-def test_gradients_are_left_alone(algorithm):
-    plain = torch.randn(4, 6)
-    parameter = torch.nn.Parameter(plain.clone())
-    taken = signatures([parameter, parameter.t(), parameter * 1], algorithm=algorithm)
-    assert taken == signatures([plain, plain.t(), plain], algorithm=algorithm)
-    assert not dense(parameter.t()).requires_grad
-    assert not fold_with_torch(parameter).requires_grad
-
-
-def test_contiguous_memory_is_not_copied():
+def test_contiguous_memory_is_not_copied_and_has_no_gradient():
     tensor = torch.randn(4, 6)
     assert dense(tensor).data_ptr() == tensor.data_ptr()
     assert dense(tensor[1:]).data_ptr() == tensor[1].data_ptr()
+    assert not dense(torch.nn.Parameter(tensor).t()).requires_grad
 
 
 def test_a_subclass_without_memory_of_its_own_is_a_plain_tensor():
@@ -281,12 +240,6 @@ def test_a_subclass_without_memory_of_its_own_is_a_plain_tensor():
 
     tensor = torch.randn(4, 6)
     assert signature(tensor.as_subclass(Guarded)) == signature(tensor)
-
-
-def test_host_memory_uses_xxh3_by_default():
-    tensor = torch.arange(100)
-    assert signature(tensor) == signature(tensor, algorithm="xxh3")
-    assert signature(tensor) != signature(tensor, algorithm="fold")
 
 
 @BOTH
@@ -303,20 +256,6 @@ def test_signatures_keep_order_and_fit_int64(algorithm):
 def test_the_fold_is_what_its_note_says(size):
     data = random_bytes(size)
     assert fold_with_torch(data).item() % MODULUS == reference_fold(data.numpy().tobytes())
-
-
-def test_the_fold_of_a_word_and_the_signature_can_be_undone():
-    edges = [0, 1, -1, 1 << 31, 1 << 32, (1 << 63) - 1, -(1 << 63), 0x7FFFFFFF << 32]
-    drawn = random.Random(0)
-    words = edges + [drawn.randrange(-(1 << 63), 1 << 63) for _ in range(500)]
-    tags = set()
-    for word in words:
-        tensor = torch.tensor([word])
-        fold = fold_with_torch(tensor).item()
-        assert (inverse_avalanche(fold % MODULUS) - SALT - word) % MODULUS == 0
-        finished = signature(tensor, algorithm="fold")
-        tags.add((inverse_avalanche(finished % MODULUS) - fold) % MODULUS)
-    assert len(tags) == 1
 
 
 def test_the_format_is_pinned():
@@ -373,11 +312,6 @@ def fake() -> torch.Tensor:
 def test_a_tensor_without_bytes_is_refused(make, complaint):
     with pytest.raises(ValueError, match=complaint):
         signature(make())
-
-
-def test_an_unknown_algorithm_is_refused():
-    with pytest.raises(ValueError, match="md5"):
-        signature(torch.ones(3), algorithm="md5")
 
 
 def test_plain_use_imports_neither_triton_nor_dtensor():
