@@ -106,7 +106,7 @@ def slow_then_flipped(job: Attempt) -> str:
     expect(bool(entry.not_slowed or outcome.reports[FAULTY].fired), "no layer was slow")
     slowed = [each for each in outcome.incidents if each.manifestation is Manifestation.STRAGGLER]
     others = [each for each in outcome.incidents if each not in slowed]
-    words = entry.not_slowed or f"slow: {named(slowed, Manifestation.STRAGGLER)}"
+    words = entry.not_slowed or f"slow: {named(slowed, Manifestation.STRAGGLER, entry.slow)}"
     expect(not (entry.not_slowed and slowed), "slow, though healthy", sentences(slowed))
     return f"{words}; flipped: {_of_flip(entry, others, flip, outcome)}"
 
@@ -308,9 +308,9 @@ def expect_comparisons(entry: Entry, outcome: Outcome) -> None:
         expect(not surprising, f"not checked on rank {rank}: {sorted(surprising)}", surprising)
 
 
-def named(found: list[Incident], manifestation: Manifestation) -> str:
+def named(found: list[Incident], manifestation: Manifestation, ranks: tuple[int, ...] = (FAULTY,)) -> str:
     """Check that exactly the faulty rank is named."""
-    right = [each for each in found if each.manifestation is manifestation and each.ranks == (FAULTY,)]
+    right = [each for each in found if each.manifestation is manifestation and each.ranks == ranks]
     words = "; ".join(f"{each.manifestation.value}: {ranks_of(each)}" for each in found) or "missed"
     expect(bool(found) and len(right) == len(found), words, sentences(found))
     return f"{ranks_of(found[0])} at step {found[0].step}"

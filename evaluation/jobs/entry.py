@@ -53,6 +53,8 @@ class Entry:
     """Packages that must be installed."""
     patience: float = 1.0
     """How many times longer than others it may take: compilation, precisions that a CPU emulates."""
+    slow: tuple[int, ...] = (1,)
+    """Who is named when layers of rank 1 are slow: of two that do the same work, both."""
     not_slowed: str = ""
     """Why no layer of it can be made slow here, if so."""
     not_resumed: str = ""

@@ -27,6 +27,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from torchscout.attach import enable_resiliency
+from torchscout.collectives.call import SCOUT_GROUP
 from torchscout.config import CheckpointConfig, ObserverConfig, ReplayConfig
 from torchscout.decision.records import recorder
 from torchscout.decision.records.record import EvidenceRecord, Incident, Manifestation
@@ -171,6 +172,7 @@ class Job:
         also: Callable[[], Iterable[Any]] = tuple,
         weight: Callable[[], torch.Tensor] | None = None,
         slow: tuple[Any, Any] | None = None,
+        layers: Sequence[str] = (),
         parts: tuple[Sequence[nn.Module], Sequence[Any]] | None = None,
         **settings: Any,
     ) -> None:
@@ -179,6 +181,7 @@ class Job:
         ``states`` is what a user registers for checkpoints, ``also`` what else training leaves behind (it is
         compared bit for bit), ``weight`` what a flip changes if not the first matrix that is trained.
         ``slow`` is the model and the optimizer as an injector wants them, if not those that are attached;
+        ``layers`` is what a slow rank is slow in, if not the members of the model's first list of modules.
         ``parts`` are the models and the optimizers that a framework's object has, if that is attached.
         """
         self._model, self._optimizer, self._settings = model, optimizer, settings
@@ -187,7 +190,7 @@ class Job:
         self._states, self._also, self._weight = states or {}, also, weight
         torch.manual_seed(1000 + self.rank)  # dropout is each rank's own
         bare, updates = slow if slow else (_bare(self._modules[0]), self._optimizers[-1])
-        faults = self._trial.faults + self._slowness(bare)
+        faults = self._trial.faults + self._slowness(layers or _layer_names(bare))
         self._injector = Injector(faults, self.rank, bare, updates)
         self._before = self._present()
         if self._trial.attach_after == 0:
@@ -286,12 +289,12 @@ class Job:
         if self._trial.keeps_records:
             report.records = _records_of(session.run_dir, self.rank)
 
-    def _slowness(self, model: nn.Module) -> FaultPlan:
+    def _slowness(self, layers: Sequence[str]) -> FaultPlan:
         if self._trial.slow is None:
             return FaultPlan()
         rank, steps = self._trial.slow
         faults = FaultPlan()
-        for name in _layer_names(model):
+        for name in layers:
             faults = faults.delay(
                 rank=rank, at=f"{name}/forward", step=steps, seconds=SLOW_SECONDS, calls=None
             )
@@ -359,6 +362,17 @@ class _Log(logging.Handler):
         self._logger.removeHandler(self)
         self._logger.propagate = True
         super().close()
+
+
+def forget_groups() -> None:
+    """Destroy the groups of an earlier training on these ranks.
+
+    PyTorch names a group that only its members make after the number of groups they are in already: ranks
+    that were of different stages would not find each other in the next training.
+    """
+    for group in [*dist.distributed_c10d._world.pg_map]:
+        if group is not dist.group.WORLD and group.group_desc != SCOUT_GROUP:
+            dist.destroy_process_group(group)
 
 
 def _records_of(run_dir: Path, rank: int) -> list[EvidenceRecord]:
