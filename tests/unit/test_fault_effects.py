@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections import Counter
 
 import pytest
@@ -34,8 +33,8 @@ def test_every_bit_flips_and_flips_back(dtype: torch.dtype):
 def test_autograd_does_not_notice():
     tensor = torch.ones(3, requires_grad=True)
     version = tensor._version
-    assert SetValue(5.0, index=1).corrupt(tensor) == "element 1: 1.0 -> 5.0"
-    assert Scale(2.0).corrupt(tensor) == "all 3 elements times 2.0"
+    SetValue(5.0, index=1).corrupt(tensor)
+    Scale(2.0).corrupt(tensor)
     assert tensor.tolist() == [2.0, 10.0, 2.0]
     assert tensor._version == version
 
@@ -52,32 +51,23 @@ def changed(effect, tensor: torch.Tensor) -> dict[int, int]:
     return {index: old ^ new for index, (old, new) in pairs if old != new}
 
 
-def test_several_bits_of_one_element_flip():
-    assert changed(FlipBits((0, 7, 31), index=5), torch.randn(4, 4).t()) == {5: 1 | 1 << 7 | 1 << 31}
+@pytest.mark.parametrize(
+    ("effect", "tensor", "bits"),
+    [
+        (FlipBits((0, 7, 31), index=5), torch.ones(4, 4).t(), {5: 1 | 1 << 7 | 1 << 31}),
+        (FlipBits((3,), index=7, every=5), torch.ones(16), {7: 8, 12: 8}),
+        (FlipBits((3,), index=2, every=5), torch.ones(4, 4).t(), {2: 8, 7: 8, 12: 8}),
+        (FlipBits((31,), every=2), torch.ones(6)[1:5], {0: 1 << 31, 2: 1 << 31}),
+        (StuckBit(31, 1, index=1, every=4), torch.ones(8), {1: 1 << 31, 5: 1 << 31}),
+        (StuckBit(29, 0, index=1), torch.ones(8), {1: 1 << 29}),
+    ],
+)
+def test_the_planned_bits_change_and_no_others(effect: TensorEffect, tensor: torch.Tensor, bits: dict):
+    assert changed(effect, tensor) == bits
 
 
-def test_periodic_addresses_are_hit_and_no_others():
-    assert changed(FlipBits((3,), index=7, every=5), torch.randn(16)) == {7: 8, 12: 8}
-    assert changed(FlipBits((3,), index=2, every=5), torch.randn(4, 4).t()) == {2: 8, 7: 8, 12: 8}
-
-
-@pytest.mark.parametrize("bit", [0, 22, 31])
-@pytest.mark.parametrize("value", [0, 1])
-def test_a_stuck_bit_is_set_and_all_other_bits_are_unchanged(bit: int, value: int):
-    tensor = torch.randn(32, generator=torch.Generator().manual_seed(3))
-    before = bits_of(tensor)
-    for index in range(32):
-        is_already = (before[index] >> bit) & 1 == value
-        assert (StuckBit(bit, value, index).corrupt(tensor) is None) is is_already
-        assert (bits_of(tensor)[index] >> bit) & 1 == value
-    assert [(old ^ new) & ~(1 << bit) for old, new in zip(before, bits_of(tensor), strict=True)] == [0] * 32
-
-
-def test_a_stuck_address_line_hits_every_nth():
-    tensor = torch.ones(8)
-    message = StuckBit(31, 1, index=1, every=4).corrupt(tensor)
-    assert message == "bit 31 stuck at 1 in every 4th element from 1, 2 in all"
-    assert tensor.tolist() == [1, -1, 1, 1, 1, -1, 1, 1]
+def test_a_bit_that_is_stuck_at_its_value_changes_nothing():
+    assert StuckBit(31, 0).corrupt(torch.ones(1)) is None
 
 
 def test_a_range_becomes_noise_of_the_same_size_and_the_same_from_the_same_seed():
@@ -96,37 +86,23 @@ def test_a_range_becomes_noise_of_the_same_size_and_the_same_from_the_same_seed(
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.int32])
 def test_a_range_of_any_type_becomes_one_value(dtype: torch.dtype):
     tensor = torch.arange(6).to(dtype)
-    assert Overwrite(1, 3, value=7).corrupt(tensor) == "elements 1 to 3 overwritten"
+    assert Overwrite(1, 3, value=7).corrupt(tensor)
     assert tensor.tolist() == [0, 7, 7, 7, 4, 5]
     assert Overwrite(1, 3, value=7).corrupt(tensor) is None
-
-
-def test_corrupting_a_view_changes_the_underlying_storage():
-    storage = torch.ones(6)
-    FlipBits((31,), every=2).corrupt(storage[1:5])
-    assert storage.tolist() == [1, -1, 1, -1, 1, 1]
-
-
-def test_effects_can_be_pickled():
-    for effect in (FlipBits((1, 2), 3), StuckBit(1, 0), Overwrite(1, 2, 3), SetValue(2.0), Scale(3.0)):
-        assert pickle.loads(pickle.dumps(effect)) == effect
 
 
 @pytest.mark.parametrize(
     ("corrupt", "message"),
     [
-        (lambda: FlipBit(32).corrupt(torch.ones(1)), r"float32 has bits 0 to 31, got 32"),
-        (lambda: FlipBits((3, 40)).corrupt(torch.ones(1)), r"float32 has bits 0 to 31, got 40"),
-        (lambda: StuckBit(8, 1).corrupt(torch.ones(1, dtype=torch.int8)), "int8 has bits 0 to 7, got 8"),
-        (lambda: FlipBit(0, index=4).corrupt(torch.ones(4)), "no element 4 in a tensor of 4"),
-        (lambda: Overwrite(2, 3).corrupt(torch.ones(4)), "no elements 2 to 4 in a tensor of 4"),
-        (
-            lambda: FlipBit(0).corrupt(torch.ones(2, dtype=torch.complex128)),
-            "cannot flip a bit of torch.complex128",
-        ),
+        (lambda: FlipBits((3, 40)).corrupt(torch.ones(1)), "got 40"),
+        (lambda: StuckBit(8, 1).corrupt(torch.ones(1, dtype=torch.int8)), "got 8"),
+        (lambda: Overwrite(2, 3).corrupt(torch.ones(4)), "2 to 4"),
+        (lambda: FlipBit(0).corrupt(torch.ones(2, dtype=torch.complex128)), "complex128"),
+        (lambda: realistic(1, steps=[], ranks=[0], places=PLACES), "needs steps"),
+        (lambda: realistic(1, steps=[1], ranks=[0], places={"layer.0/weight": 0}), "no elements"),
     ],
 )
-def test_corrupting_missing_bits_or_elements_is_refused(corrupt, message: str):
+def test_what_is_not_there_cannot_be_corrupted(corrupt, message: str):
     with pytest.raises(ValueError, match=message):
         corrupt()
 
@@ -172,10 +148,3 @@ def test_every_drawn_fault_is_possible():
     injector, _ = train(plan, steps=60, rank=2)
     mine = [fault for fault in plan.of(2) if fault.steps[0] <= 60]
     assert len(injector.fired) + sum(injector.report()["masked"].values()) == len(mine)
-
-
-def test_empty_steps_or_places_are_refused():
-    with pytest.raises(ValueError, match="needs steps, ranks and places"):
-        realistic(1, steps=[], ranks=[0], places=PLACES)
-    with pytest.raises(ValueError, match="has no elements"):
-        realistic(1, steps=[1], ranks=[0], places={"layer.0/weight": 0})
