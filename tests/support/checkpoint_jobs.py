@@ -1,6 +1,6 @@
-"""Small jobs that keep checkpoints, are killed, and go on: one for each kind of parallelism.
+"""Small jobs that keep checkpoints, are killed, and go on; jobs of all kinds are in ``evaluation.jobs``.
 
-All of them accumulate gradients, have dropout, frozen parameters, AMSGrad, a learning-rate schedule, a scaler
+Both kinds accumulate gradients, have dropout, frozen parameters, AMSGrad, a learning-rate schedule, a scaler
 and a loader with a position, so that a state that is not put back whole shows in the bits.
 """
 
@@ -14,7 +14,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from glob import glob
 from pathlib import Path
@@ -23,18 +23,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.support.pipeline_stages import SCHEDULES, Layout, stages_of
 from tests.support.replay_results import local_of
 from tests.support.replayed_job import Net, batch
 from tests.support.small_job import until
-from tests.support.tensor_jobs import distributed as split_tokens
-from tests.support.tensor_jobs import plain as split
 from torchscout.attach import enable_resiliency
 from torchscout.checkpoint.trust.generation import TrustLevel
 from torchscout.config import CheckpointConfig, ReplayConfig
@@ -145,7 +140,6 @@ class Work:
     replica: int
     """Which batches are its own."""
     accumulate: Callable[[list[Any], float], None]
-    parallelism: Any = None
 
 
 def ddp(rank: int) -> Work:
@@ -161,60 +155,21 @@ def ddp(rank: int) -> Work:
 
 
 def fsdp(rank: int) -> Work:
-    return _sharded(rank, (dist.get_world_size(),))
-
-
-def hsdp(rank: int) -> Work:
-    return _sharded(rank, (2, dist.get_world_size() // 2))
-
-
-def tensor(rank: int) -> Work:
-    return _split(rank, split)
-
-
-def distributed(rank: int) -> Work:
-    """What goes from block to block is a DTensor."""
-    return _split(rank, split_tokens)
-
-
-def _split(rank: int, plan: Callable[[Any, DeviceMesh], None]) -> Work:
-    axes = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp_shard",))
     net = _frozen(Net())
-    plan(net, axes["tp"])
+    for block in net.stack:
+        fully_shard(block, mesh=mesh)
+    fully_shard(net, mesh=mesh)
 
     def accumulate(batches: list[Any], scale: float) -> None:
-        for each in batches:
+        for place, each in enumerate(batches, 1):
+            net.set_requires_gradient_sync(place == len(batches))
             _backward(net, each, scale)
-        _average(net, axes["dp"])
 
-    return Work(net, rank // 2, accumulate, axes)
-
-
-def pipeline(rank: int) -> Work:
-    layout = Layout("1f1b", dist.get_world_size() // 2)
-    axes, stages = stages_of(layout)
-    (stage,) = stages
-    model, scaled = _frozen(stage.submod), [1.0]
-
-    def loss_of(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        return scaled[0] * nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
-
-    schedule = SCHEDULES[layout.schedule](stage, 4, loss_fn=loss_of)
-
-    def accumulate(batches: list[Any], scale: float) -> None:
-        scaled[0] = scale
-        for tokens, targets in batches:
-            given = [tokens] if stage.is_first else []
-            last = {"target": targets, "losses": []} if stage.is_last else {}
-            schedule.step(*given, **last)
-        _average(model, axes["dp"])
-
-    return Work(model, layout.copy_of(rank), accumulate, axes)
+    return Work(net, rank, accumulate)
 
 
-KINDS: dict[str, Callable[[int], Work]] = {
-    each.__name__: each for each in (ddp, fsdp, hsdp, tensor, distributed, pipeline)
-}
+KINDS: dict[str, Callable[[int], Work]] = {"ddp": ddp, "fsdp": fsdp}
 
 
 class Scaler:
@@ -462,24 +417,8 @@ def _attached(plan: Plan, work: Work, optimizer: torch.optim.Optimizer) -> Sessi
         replay=ReplayConfig(interval=plan.interval, timeout_seconds=plan.timeout_seconds),
         observer=None,
         checkpoint=checkpoint,
-        parallelism=work.parallelism,
         run_dir=plan.run_dir,
     )
-
-
-def _sharded(rank: int, shape: tuple[int, ...]) -> Work:
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp_replicate", "dp_shard")[-len(shape) :])
-    net = _frozen(Net())
-    for block in net.stack:
-        fully_shard(block, mesh=mesh)
-    fully_shard(net, mesh=mesh)
-
-    def accumulate(batches: list[Any], scale: float) -> None:
-        for place, each in enumerate(batches, 1):
-            net.set_requires_gradient_sync(place == len(batches))
-            _backward(net, each, scale)
-
-    return Work(net, rank, accumulate)
 
 
 def _frozen(net: nn.Module) -> nn.Module:
@@ -497,14 +436,7 @@ def _bare(model: nn.Module) -> nn.Module:
 def _backward(model: nn.Module, samples: tuple[torch.Tensor, torch.Tensor], scale: float) -> None:
     tokens, targets = samples
     logits = model(tokens).flatten(0, 1)
-    with loss_parallel() if isinstance(logits, DTensor) else nullcontext():
-        (scale * nn.functional.cross_entropy(logits, targets.flatten())).backward()
-
-
-def _average(net: nn.Module, replicas: DeviceMesh) -> None:
-    for parameter in net.parameters():
-        if parameter.grad is not None:
-            dist.all_reduce(local_of(parameter.grad), op=dist.ReduceOp.AVG, group=replicas.get_group())
+    (scale * nn.functional.cross_entropy(logits, targets.flatten())).backward()
 
 
 def _bits(
