@@ -19,7 +19,6 @@ from tests.support.small_job import until
 from torchscout.checkpoint.replication import messages as wire
 from torchscout.checkpoint.replication.replicator import Replicator
 from torchscout.checkpoint.replication.streams import PIECE, Secret
-from torchscout.checkpoint.storage.shards import path_of
 from torchscout.errors import CheckpointError
 from torchscout.utils.aes_gcm import TAG_BYTES, AesGcm
 from torchscout.utils.listener import MAGIC, TICKET_BYTES, Listener
@@ -109,18 +108,13 @@ def shard(tmp_path: Path, rank: int = 0, step: int = 1) -> bytes:
     return seal(tmp_path / "made", rank, step).read_bytes()
 
 
-def test_a_valid_shard_is_received_and_sealed(owner: Peer, tmp_path: Path):
-    data = seal(tmp_path / "made", 0, 1, size=2 * PIECE + 99).read_bytes()
-    assert owner.offer("t", data)["kind"] == "sealed"
-    assert path_of(tmp_path / "b", identity(0, 1), 1).read_bytes() == data
-
-
-@pytest.mark.parametrize("place", [0, 9, 30, 60, 300, -5000, -1])
-def test_a_flipped_bit_anywhere_is_refused(owner: Peer, tmp_path: Path, place: int):
-    data = bytearray(shard(tmp_path))
-    data[place] ^= 16
-    assert owner.offer("t", bytes(data))["kind"] == "refused"
-    until(lambda: files(tmp_path / "b") == [], "nothing is kept of it")
+def test_a_flipped_bit_anywhere_is_refused(owner: Peer, tmp_path: Path):
+    whole = shard(tmp_path)
+    for place in (0, 9, 30, 60, 300, -5000, -1):
+        data = bytearray(whole)
+        data[place] ^= 16
+        assert owner.offer(f"t{place}", bytes(data))["kind"] == "refused"
+        until(lambda: files(tmp_path / "b") == [], "nothing is kept of it")
 
 
 def damaged_streams(secret: Secret, data: bytes) -> Iterator[bytes]:
@@ -137,28 +131,31 @@ def damaged_streams(secret: Secret, data: bytes) -> Iterator[bytes]:
     yield bytes(len(whole))
 
 
-@pytest.mark.parametrize("number", range(11))
-def test_what_was_changed_on_its_way_is_refused(owner: Peer, tmp_path: Path, number: int):
+def admitted(owner: Peer, transfer: str, size: int) -> Secret:
+    """Offer a shard of this size; what the holder expects of its stream."""
+    owner.send(offer(transfer, size))
+    return Secret.from_json(owner.receive_next("ready", transfer=transfer)["secret"])
+
+
+def test_what_was_changed_on_its_way_is_refused(owner: Peer, tmp_path: Path):
     data = seal(tmp_path / "made", 0, 1, size=2 * PIECE + 99).read_bytes()
-    owner.send(offer("t", len(data)))
-    secret = Secret.from_json(owner.receive_next("ready")["secret"])
-    stream = [*damaged_streams(secret, data)][number]
-    with socket.create_connection(owner.address) as connection:
-        connection.sendall(MAGIC + secret.ticket + stream)
-        answer = owner.receive_next("refused", "sealed")
-    assert answer["kind"] == "refused"
-    assert "damaged in transit" in answer["why"]
-    until(lambda: files(tmp_path / "b") == [], "nothing is kept of it")
+    for number in range(len([*damaged_streams(Secret.new(), data)])):
+        secret = admitted(owner, f"t{number}", len(data))
+        stream = [*damaged_streams(secret, data)][number]
+        with socket.create_connection(owner.address) as connection:
+            connection.sendall(MAGIC + secret.ticket + stream)
+            answer = owner.receive_next("refused", "sealed", transfer=f"t{number}")
+        assert answer["kind"] == "refused", number
+        assert "in transit" in answer["why"]
+        until(lambda: files(tmp_path / "b") == [], "nothing is kept of it")
 
 
 def test_a_stream_that_ends_early_leaves_nothing(owner: Peer, tmp_path: Path):
     data = seal(tmp_path / "made", 0, 1, size=2 * PIECE + 99).read_bytes()
-    owner.send(offer("t", len(data)))
-    secret = Secret.from_json(owner.receive_next("ready")["secret"])
+    secret = admitted(owner, "t", len(data))
     assert files(tmp_path / "b") != []
-    stream = sealed_pieces(secret, data)[: PIECE + 300]
     with socket.create_connection(owner.address) as connection:
-        connection.sendall(MAGIC + secret.ticket + stream)
+        connection.sendall(MAGIC + secret.ticket + sealed_pieces(secret, data)[: PIECE + 300])
     until(lambda: files(tmp_path / "b") == [], "it is dropped")
 
 
@@ -177,8 +174,7 @@ def is_closed(connection: socket.socket) -> bool:
 
 def test_a_ticket_admits_one_connection_only(owner: Peer, tmp_path: Path):
     data = shard(tmp_path)
-    owner.send(offer("t", len(data)))
-    secret = Secret.from_json(owner.receive_next("ready")["secret"])
+    secret = admitted(owner, "t", len(data))
     opening = MAGIC + secret.ticket
     for wrong in (MAGIC + bytes(TICKET_BYTES), b"s" * len(opening), opening[:-1] + bytes([opening[-1] ^ 1])):
         with socket.create_connection(owner.address) as stranger:
@@ -235,18 +231,7 @@ def test_a_rank_that_is_not_in_its_care_is_refused(replicator: Replicator, owner
 
 def rubbish() -> Iterator[list[bytes]]:
     chance = random.Random(5)
-    kinds = [
-        "offer",
-        "ready",
-        "hello",
-        "retire",
-        "sealed",
-        "refused",
-        "holding",
-        "retired",
-        "other",
-        3,
-    ]
+    kinds = ["offer", "ready", "hello", "retire", "sealed", "refused", "holding", "retired", "other", 3]
     values = [None, True, -1, 2**70, 0.5, "", "x" * 5000, [], {}, [[1]], [[1, -1]], [["a", 0]], [[2**65, 0]]]
     yield [b""]
     yield [b"[" * 60_000]
@@ -276,9 +261,7 @@ def test_malformed_messages_of_an_owner_do_no_harm(replicator: Replicator, owner
     assert "thread failed" not in " ".join(replicator.problems())
 
 
-def test_malformed_messages_from_outside_the_job_do_no_harm(
-    replicator: Replicator, owner: Peer, tmp_path: Path
-):
+def test_malformed_bytes_from_outside_the_job_do_no_harm(owner: Peer, tmp_path: Path):
     for data in (
         os.urandom(1 << 16),
         b"GET / HTTP/1.1\r\n\r\n",
@@ -286,7 +269,7 @@ def test_malformed_messages_from_outside_the_job_do_no_harm(
         MAGIC,
         MAGIC + os.urandom(1 << 16),
     ):
-        with socket.create_connection(replicator.address) as plain:
+        with socket.create_connection(owner.address) as plain:
             plain.sendall(data)
     assert owner.offer("good", shard(tmp_path))["kind"] == "sealed"
 
@@ -363,7 +346,7 @@ def test_an_address_that_is_taken_is_a_clear_error(replicator: Replicator, tmp_p
 
 
 def test_a_rank_beyond_the_addresses_is_a_mistake(replicator: Replicator):
-    with pytest.raises(ValueError, match="rank 1 needs an address and a host per rank, got 1, 1"):
+    with pytest.raises(ValueError, match=r"rank 1 .* got 1, 1"):
         replicator.connect([("127.0.0.1", 1)], ["a"])
 
 

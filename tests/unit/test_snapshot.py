@@ -5,16 +5,16 @@ from __future__ import annotations
 import fcntl
 import os
 import stat
-import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
+from tests.support.small_job import until
 from tests.support.states import Job, all_bits, identity, seed
 from torchscout.checkpoint.snapshot.snapshots import Capture, Snapshots
 from torchscout.checkpoint.state.training_state import State, StateParts, collect
@@ -32,9 +32,8 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def snapshots(folder: Path) -> Iterator[Snapshots]:
-    made = Snapshots(folder, 0)
-    yield made
-    made.close()
+    with closing(Snapshots(folder, 0)) as made:
+        yield made
 
 
 def job(width: int = 8) -> Job:
@@ -44,6 +43,19 @@ def job(width: int = 8) -> Job:
 
 def taken(snapshots: Snapshots, step: int, ours: Job) -> Capture:
     return snapshots.capture(identity(step), TrustLevel.LATEST, ours.collect())
+
+
+def sealed(snapshots: Snapshots, *steps: int, ours: Job | None = None) -> list[Capture]:
+    """Capture these steps one after the other."""
+    captures = []
+    for step in steps:
+        captures.append(taken(snapshots, step, ours or job()))
+        assert captures[-1].wait(30), captures[-1].problem
+    return captures
+
+
+def kept(snapshots: Snapshots) -> list[int]:
+    return [each.step for each in snapshots.sealed]
 
 
 def files(folder: Path) -> list[str]:
@@ -162,111 +174,81 @@ def test_captures_that_come_faster_than_sealing_wait_for_it(snapshots: Snapshots
 
 
 def test_a_snapshot_that_is_read_is_not_reused(snapshots: Snapshots):
-    ours = job()
-    for step in (1, 2, 3):
-        assert taken(snapshots, step, ours).wait(30)
+    sealed(snapshots, 1, 2, 3)
     with snapshots.held(Generation(1)) as path, snapshots.held(Generation(1)):
         assert path is not None
         before = path.read_bytes()
-        for step in (4, 5, 6):
-            assert taken(snapshots, step, ours).wait(30)
+        sealed(snapshots, 4, 5, 6)
         assert path.read_bytes() == before
-        assert snapshots.sealed == [Generation(1), Generation(5), Generation(6)]
+        assert kept(snapshots) == [1, 5, 6]
         with snapshots.held(Generation(5)), snapshots.held(Generation(6)):
-            capture = taken(snapshots, 7, ours)
+            capture = taken(snapshots, 7, job())
             assert not capture.wait(30)
-            assert capture.problem == "all 3 snapshots in memory are needed or being read"
+            assert "3 snapshots" in str(capture.problem)
     with snapshots.held(Generation(99)) as path:
         assert path is None
-    assert taken(snapshots, 8, ours).wait(30)
-    assert snapshots.sealed == [Generation(5), Generation(6), Generation(8)]
+    sealed(snapshots, 8)
+    assert kept(snapshots) == [5, 6, 8]
 
 
 def test_a_snapshot_that_is_retired_while_it_is_read_can_be_read_to_its_end(snapshots: Snapshots):
-    ours = job()
-    assert taken(snapshots, 1, ours).wait(30)
+    sealed(snapshots, 1)
     with snapshots.held(Generation(1)) as path:
         assert path is not None
         before = path.read_bytes()
         with path.open("rb") as file:
             snapshots.retire(Generation(1))
-            for step in range(2, 8):
-                assert taken(snapshots, step, ours).wait(30)
+            sealed(snapshots, *range(2, 8))
             assert file.read() == before
     assert not path.exists()
 
 
-def test_a_child_that_outlives_its_trainer_keeps_nobody_from_capturing(folder: Path):
-    """A loader's worker has its parent's open files, and with them the locks."""
-    ours = job()
-    first = Snapshots(folder, 0)
-    for step in (1, 2, 3):
-        assert taken(first, step, ours).wait(30)
-    first.close()
-    with ExitStack() as files:
-        for path in folder.rglob("*.shard"):
-            fcntl.flock(files.enter_context(path.open("rb")), fcntl.LOCK_EX)
-        second = Snapshots(folder, 0)
-        for step in (4, 5, 6):
-            assert taken(second, step, ours).wait(30)
-        assert second.sealed == [Generation(4), Generation(5), Generation(6)]
-        second.close()
-
-
 def test_a_retired_snapshot_is_gone_and_is_the_next_to_be_filled(snapshots: Snapshots):
-    ours = job()
-    captures = [taken(snapshots, step, ours) for step in (1, 2, 3)]
-    assert captures[-1].wait(30)
+    *_, last = sealed(snapshots, 1, 2, 3)
     snapshots.retire(Generation(3))
-    assert not captures[2].path.exists()
-    assert taken(snapshots, 4, ours).wait(30)
-    assert snapshots.sealed == [Generation(1), Generation(2), Generation(4)]
+    assert not last.path.exists()
+    sealed(snapshots, 4)
+    assert kept(snapshots) == [1, 2, 4]
 
 
 def test_a_snapshot_that_somebody_removed_does_no_harm(snapshots: Snapshots):
-    ours = job()
-    for step in (1, 2, 3):
-        capture = taken(snapshots, step, ours)
-        assert capture.wait(30)
-        capture.path.unlink()
-    for step in (4, 5, 6, 7):
-        assert taken(snapshots, step, ours).wait(30)
-    assert snapshots.sealed == [Generation(5), Generation(6), Generation(7)]
+    for capture in sealed(snapshots, 1, 2, 3):
+        capture.path.unlink(missing_ok=True)
+    sealed(snapshots, 4, 5, 6, 7)
+    assert kept(snapshots) == [5, 6, 7]
 
 
-def test_a_restarted_job_reuses_the_files(folder: Path):
-    ours = job()
-    first = Snapshots(folder, 0)
-    for step in (1, 2, 3):
-        assert taken(first, step, ours).wait(30)
-    first.close()
-    inodes = {path.stat().st_ino for path in folder.rglob("*.shard")}
-    second = Snapshots(folder, 0)
-    assert second.sealed == [Generation(1), Generation(2), Generation(3)]
-    assert taken(second, 4, ours).wait(30)
-    assert second.sealed == [Generation(2), Generation(3), Generation(4)]
-    assert {path.stat().st_ino for path in folder.rglob("*.shard")} == inodes
-    second.close()
+def test_a_restarted_job_reuses_the_files_although_a_child_of_the_last_one_has_them_open(folder: Path):
+    """A loader's worker has its parent's open files, and with them the locks."""
+    with closing(Snapshots(folder, 0)) as first:
+        sealed(first, 1, 2, 3)
+    with closing(Snapshots(folder, 0)) as second:
+        inodes = {path.stat().st_ino for path in folder.rglob("*.shard")}
+        assert kept(second) == [1, 2, 3]
+        sealed(second, 4)
+        assert kept(second) == [2, 3, 4]
+        assert {path.stat().st_ino for path in folder.rglob("*.shard")} == inodes
+    with ExitStack() as open_files:
+        for path in folder.rglob("*.shard"):
+            fcntl.flock(open_files.enter_context(path.open("rb")), fcntl.LOCK_EX)
+        with closing(Snapshots(folder, 0)) as third:
+            sealed(third, 5, 6, 7)
+            assert kept(third) == [5, 6, 7]
 
 
 def test_unfinished_files_of_a_killed_job_are_reused_and_damaged_ones_first(folder: Path):
-    ours = job()
-    first = Snapshots(folder, 0)
-    for step in (1, 2):
-        assert taken(first, step, ours).wait(30)
-    first.close()
+    with closing(Snapshots(folder, 0)) as first:
+        sealed(first, 1, 2)
     (folder / ".rank-0.abc.writing").write_bytes(b"half a snapshot")
     (folder / ".rank-1.abc.writing").write_bytes(b"another rank's")
     damaged = shards.path_of(folder, identity(2), 0)
     damaged.chmod(0o600)
     damaged.write_bytes(b"nonsense")
-    second = Snapshots(folder, 0)
-    assert second.sealed == [Generation(1)]
-    for step in (3, 4):
-        assert taken(second, step, ours).wait(30)
-        assert second.sealed[0] == Generation(1)
-    assert not damaged.exists()
-    second.close()
+    with closing(Snapshots(folder, 0)) as second:
+        assert kept(second) == [1]
+        sealed(second, 3, 4)
+        assert kept(second)[0] == 1
+        assert not damaged.exists()
     assert [path.name for path in temporary(folder)] == [".rank-1.abc.writing"]
 
 
@@ -275,22 +257,19 @@ def test_a_file_of_a_job_that_was_killed_while_it_sealed_is_reused(folder: Path)
     left = folder / ".rank-0.abc.writing"
     left.write_bytes(b"a whole snapshot")
     left.chmod(0o400)
-    snapshots = Snapshots(folder, 0)
-    assert left.stat().st_mode & 0o777 == 0o600
-    assert taken(snapshots, 1, job()).wait(30)
-    assert not left.exists()
-    snapshots.close()
+    with closing(Snapshots(folder, 0)) as snapshots:
+        assert left.stat().st_mode & 0o777 == 0o600
+        sealed(snapshots, 1)
+        assert not left.exists()
     assert temporary(folder) == []
 
 
 def test_a_living_owners_file_is_not_taken_over_nor_cleaned_away(snapshots: Snapshots, folder: Path):
-    assert taken(snapshots, 1, job()).wait(30)
-    deadline = time.monotonic() + 30
-    while not any(map(os.path.getsize, temporary(folder))) and time.monotonic() < deadline:
-        time.sleep(0.01)  # the next one is prepared after the first is sealed, and locked before it is sized
+    sealed(snapshots, 1)
+    # The next one is prepared after the first is sealed, and locked before it is sized.
+    until(lambda: any(map(os.path.getsize, temporary(folder))), "the next one is prepared", 30)
     (path,) = temporary(folder)
-    other = Snapshots(folder, 0)
-    other.close()
+    Snapshots(folder, 0).close()
     assert shards.clean(folder) == []
     assert path.exists()
     snapshots.close()
@@ -310,57 +289,23 @@ def test_a_generation_is_never_overwritten(snapshots: Snapshots):
     assert first.path.read_bytes() == before
 
 
-def test_a_flipped_bit_in_memory_is_found(snapshots: Snapshots):
-    ours = job()
-    ours.train(range(1))
-    capture = taken(snapshots, 1, ours)
-    assert capture.wait(30)
-    header = shards.inspect(capture.path)
-    entries = [each for each in header.entries if each.length]
-    capture.path.chmod(0o600)
-    with capture.path.open("r+b", buffering=0) as file:
-        for entry in (entries[0], entries[len(entries) // 2], entries[-1]):
-            for place in (entry.offset, entry.end - 1):
-                file.seek(place)
-                (byte,) = file.read(1)
-                file.seek(place)
-                file.write(bytes([byte ^ 16]))
-                assert shards.verify(capture.path).damaged == (entry.name,)
-                file.seek(place)
-                file.write(bytes([byte]))
-        for place in (3, 60, header.start - 1):
-            file.seek(place)
-            (byte,) = file.read(1)
-            file.seek(place)
-            file.write(bytes([byte ^ 16]))
-            assert not shards.verify(capture.path).whole
-            file.seek(place)
-            file.write(bytes([byte]))
-    assert shards.verify(capture.path).whole
-
-
 def test_too_large_a_state_is_a_problem_with_numbers(folder: Path):
     snapshots, ours = Snapshots(folder, 0, limit=1000), job()
     capture = taken(snapshots, 1, ours)
     assert not capture.wait(0)
-    assert capture.problem == f"the state has {ours.collect().bytes} bytes, a snapshot may have 1000"
+    for number in (ours.collect().bytes, 1000):
+        assert str(number) in str(capture.problem)
     snapshots.close()
 
 
 def test_a_failure_is_a_problem_of_this_capture_alone(snapshots: Snapshots, folder: Path):
-    if not os.geteuid():
-        folder.rename(folder.with_name("away"))
-    else:
-        folder.chmod(0o500)
+    folder.rename(folder.with_name("away"))
     capture = taken(snapshots, 1, job())
     snapshots.fence()
     assert not capture.wait(30)
     assert capture.problem is not None
-    if not os.geteuid():
-        folder.with_name("away").rename(folder)
-    else:
-        folder.chmod(0o700)
-    assert taken(snapshots, 2, job()).wait(30)
+    folder.with_name("away").rename(folder)
+    sealed(snapshots, 2)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
@@ -444,7 +389,7 @@ def test_copies_must_leave_one_that_is_whole(folder: Path):
 def test_odd_tensors_come_back(snapshots: Snapshots):
     """Empty, zero-dimensional, strided, of every size, one shared by two places."""
     shared = torch.randn(3)
-    holder: dict[str, Any] = {
+    odd = {
         "empty": torch.zeros(0, 3),
         "scalar": torch.tensor(2.5, dtype=torch.float64),
         "strided": torch.randn(5, 7).T,
@@ -454,18 +399,10 @@ def test_odd_tensors_come_back(snapshots: Snapshots):
         "two": shared,
         "half": torch.randn(3).bfloat16(),
     }
-
-    class Holder:
-        def state_dict(self) -> Any:
-            return holder
-
-        def load_state_dict(self, state: Any) -> None:
-            holder.update(state)
-
-    capture = snapshots.capture(
-        identity(1), TrustLevel.LATEST, collect(StateParts(nn.Module(), [], {"holder": Holder()}))
-    )
+    holder = SimpleNamespace(state_dict=lambda: odd, load_state_dict=odd.update)
+    state = collect(StateParts(nn.Module(), [], {"holder": holder}))
+    capture = snapshots.capture(identity(1), TrustLevel.LATEST, state)
     assert capture.wait(30), capture.problem
     found = shards.load(capture.path).tree["registered"]["holder"]
-    assert all(torch.equal(found[name], holder[name]) for name in holder)
+    assert all(torch.equal(found[name], odd[name]) for name in odd)
     assert found["one"] is found["two"]
