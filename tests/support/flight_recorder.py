@@ -17,7 +17,10 @@ Group = tuple[str, str]
 
 
 class Recorders:
-    """The recorders of all ranks of a job. ``timed`` is what ``TORCH_NCCL_ENABLE_TIMING=1`` adds."""
+    """The recorders of all ranks of a job. ``timed`` is what ``TORCH_NCCL_ENABLE_TIMING=1`` adds.
+
+    What is recorded can be added in one expression.
+    """
 
     def __init__(self, size: int, *, timed: bool = True) -> None:
         self.size = size
@@ -40,25 +43,31 @@ class Recorders:
         ranks: Iterable[int] | None = None,
         state: str = "completed",
         dtype: str = "Float",
-    ) -> None:
+    ) -> Recorders:
         """The next collective of ``group`` on these ``ranks``, by default all of its members."""
         for rank in self.groups[group] if ranks is None else ranks:
             self._collectives[rank, group] += 1
             self._record(rank, group, f"nccl:{name}", [list(shape)], dtype, state)
+        return self
 
-    def send(self, source: int, destination: int, *, state: str = "completed", **options: Any) -> None:
-        self._transfer(source, f"nccl:send {source}->{destination}", state, **options)
+    def send(self, source: int, destination: int, *, state: str = "completed", **options: Any) -> Recorders:
+        return self._transfer(source, f"nccl:send {source}->{destination}", state, **options)
 
-    def receive(self, source: int, destination: int, *, state: str = "completed", **options: Any) -> None:
-        self._transfer(destination, f"nccl:recv {destination}<-{source}", state, **options)
+    def receive(
+        self, source: int, destination: int, *, state: str = "completed", **options: Any
+    ) -> Recorders:
+        return self._transfer(destination, f"nccl:recv {destination}<-{source}", state, **options)
 
-    def batch(self, rank: int, transfers: Sequence[tuple[str, int]], *, state: str = "completed") -> None:
+    def batch(
+        self, rank: int, transfers: Sequence[tuple[str, int]], *, state: str = "completed"
+    ) -> Recorders:
         """``batch_isend_irecv``: each transfer without a state, then the launch of all."""
         self._transfers[rank, WORLD] += 1
         for name, peer in transfers:
             arrow = "->" if name == "send" else "<-"
             self._record(rank, WORLD, f"nccl:{name} {rank}{arrow}{peer}", [[8]], "Float", "", p2p=True)
         self._record(rank, WORLD, "nccl:coalesced", [], "", state, p2p=True)
+        return self
 
     def document(self, rank: int) -> dict[str, Any]:
         """One rank's dump; ``pg_config`` has the groups that it has used."""
@@ -84,9 +93,10 @@ class Recorders:
 
     def _transfer(
         self, rank: int, title: str, state: str, shape: Sequence[int] = (8,), group: Group = WORLD
-    ) -> None:
+    ) -> Recorders:
         self._transfers[rank, group] += 1
         self._record(rank, group, title, [list(shape)], "Float", state, p2p=True)
+        return self
 
     def _record(
         self,

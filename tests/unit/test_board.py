@@ -20,7 +20,7 @@ from tests.support.small_job import until
 from torchscout.config import ObserverConfig
 from torchscout.decision.consensus.rules import exact
 from torchscout.decision.progress import CommGroup, Phase, Process, Progress, RankStatus
-from torchscout.decision.records.record import EvidenceRecord, Incident, Manifestation, Resolved, from_json
+from torchscout.decision.records.record import EvidenceRecord, Incident, Manifestation, from_json
 from torchscout.observer.rounds import hub
 from torchscout.observer.rounds.hub import Hub
 from torchscout.observer.rounds.post_writer import post_of
@@ -156,9 +156,11 @@ def test_nothing_is_exchanged_before_the_first_announcement(board: Board):
 
 def test_a_round_asks_all_ranks_and_sends_the_finding_to_all(board: Board):
     board.join(0, 1, 2)
+    board.hold_round(0, 1, 2)
+    assert (board.written, board.inbox[2][-1]) == ([], {"kind": "outcome", "finding": None})
     board.verdict = incident(2)
     board.hold_round(1, 0, 2)
-    ((reports, insistent),) = board.rounds
+    _, (reports, insistent) = board.rounds
     assert sorted(reports) == [0, 1, 2]
     assert reports[2].status.rank == 2
     assert reports[2].lines == (LINE,)
@@ -210,22 +212,6 @@ def test_in_a_large_job_observers_receive_the_deciding_record(board: Board, monk
     (news,) = [each for each in board.inbox[0] if each["kind"] == "news"]
     assert from_json(unpack(news["item"])) == deciding
     assert board.written == [board.verdict]
-
-
-def test_the_same_conclusion_is_written_once(board: Board):
-    board.join(0, 1, 2)
-    board.verdict = incident(2)
-    board.hold_round(1, 0, 2)
-    board.hold_round(0, 1, 2)
-    assert len(board.rounds) == 2
-    assert board.written == [board.verdict]
-
-
-def test_a_round_without_a_finding_writes_nothing(board: Board):
-    board.join(0, 1, 2)
-    board.hold_round(0, 1, 2)
-    assert board.written == []
-    assert board.inbox[2][-1] == {"kind": "outcome", "finding": None}
 
 
 def test_a_round_does_not_wait_for_an_unconnected_rank(board: Board):
@@ -392,31 +378,6 @@ def test_a_round_taken_over_by_another_hub_is_cancelled(board: Board):
     assert board.rounds == []
 
 
-def test_after_a_death_the_finding_does_not_change(board: Board):
-    board.join(0, 1, 2)
-    board.clients[1].post(0, "leave", report(1, Process.GONE, gone_seconds=0.0))
-    board.until(lambda: board.hub.left == {1})
-    board.verdict = incident(1)
-    board.hold_round(0, 2)
-    board.inbox[2].clear()
-    board.clients[2].send(0, "announce", insistent=False)
-    board.until(lambda: board.kinds(2))
-    assert board.inbox[2][0]["finding"]["ranks"] == [1]
-    assert len(board.rounds) == 1
-
-
-def test_the_end_of_an_incident_is_written_once_all_that_were_named_move(board: Board):
-    board.join(0, 1, 2)
-    board.verdict = incident(1, 2)
-    board.hold_round(0, 1, 2)
-    for rank, seconds in ((0, 50.0), (2, 7.5), (1, 7.0)):
-        board.clients[rank].send(0, "moved", seconds=seconds, finding=None, is_reporter=True)
-    board.until(lambda: len(board.written) == 2)
-    assert board.written[1] == Resolved(
-        step=3, ranks=(1, 2), sentence="ranks (1, 2) are late", stalled_seconds=7.5
-    )
-
-
 def test_an_incident_of_another_hub_is_not_reported_again(board: Board):
     board.join(0, 1, 2)
     board.verdict = incident(2)
@@ -452,35 +413,6 @@ def test_a_wrong_token_is_refused(board: Board):
     board.hold_round(0)
     assert sorted(board.rounds[0][0]) == [0], "rank 1 was not asked: nobody with its token is there"
     stranger.close()
-
-
-@pytest.mark.parametrize(
-    "raw",
-    [
-        b"",
-        b"{",
-        b"\xff\xfe",
-        b"[1]",
-        b'{"kind": 3}',
-        b'{"kind": "dance"}',
-        b'{"kind": "announce"}',
-        b'{"kind": "report", "round": 1, "report": 7}',
-        b"\x01",
-        post_of(report(1))[:-1],
-        post_of(report(1)) + b" ",
-        b'{"kind": "moved", "seconds": [], "finding": null, "is_reporter": true}',
-        b'{"kind": "moved", "seconds": 1.0, "finding": {"ranks": [0]}, "is_reporter": true}',
-        b'{"kind": "stack", "round": 1, "stack": "", "waiting": "perhaps"}',
-        post_of(report(2), kind="leave"),
-        b"[" * 100_000,
-    ],
-)
-def test_malformed_messages_are_counted_and_dropped(board: Board, raw: bytes):
-    board.join(0, 1)
-    board.clients[1].sockets[0].send(raw)
-    board.until(lambda: board.hub.tally.malformed == 1)
-    board.hold_round(0, 1)
-    assert sorted(board.rounds[0][0]) == [0, 1]
 
 
 def test_a_rank_outside_the_job_is_dropped(board: Board):
@@ -605,31 +537,54 @@ def test_there_is_no_survey_during_a_round_or_an_open_incident(board: Board):
 
 STALLED = Progress(1, 1, 2, Phase.FORWARD, {"w": 1}, (), True, 3.0)
 NESTED = b"[" * 900 + b"]" * 900
-HOSTILE = {
-    "nan": b'{"kind":"moved","seconds":NaN}',
-    "infinite": b'{"kind":"moved","seconds":1e999}',
-    "huge": b'{"kind":"moved","seconds":' + b"9" * 400 + b"}",
-    "seconds that are none": b'{"kind":"moved","seconds":{},"finding":null,"is_reporter":true}',
-    "nested": b'{"kind":"moved","seconds":' + NESTED + b"}",
-    "a round that is a list": b'{"kind":"stack","round":[],"stack":{},"waiting":[]}',
-    "members": post_of(replace(report(0), lines=(replace(LINE, members=tuple(range(100_000))),))),
-    "the progress of another rank": post_of(report(1)),
-    "a stall of another rank": post_of(replace(report(0), stalled=STALLED)),
-}
+MALFORMED = [
+    b"",
+    b"{",
+    b"\xff\xfe",
+    b"[1]",
+    b"\x01",
+    b"[" * 100_000,
+    b'{"kind": 3}',
+    b'{"kind": "dance"}',
+    b'{"kind": "announce"}',
+    b'{"kind": "report", "round": 1, "report": 7}',
+    b'{"kind": "moved", "seconds": [], "finding": null, "is_reporter": true}',
+    b'{"kind": "moved", "seconds": {}, "finding": null, "is_reporter": true}',
+    b'{"kind": "moved", "seconds": 1.0, "finding": {"ranks": [0]}, "is_reporter": true}',
+    b'{"kind": "moved", "seconds": NaN}',
+    b'{"kind": "moved", "seconds": 1e999}',
+    b'{"kind": "moved", "seconds": ' + b"9" * 400 + b"}",
+    b'{"kind": "moved", "seconds": ' + NESTED + b"}",
+    b'{"kind": "stack", "round": 1, "stack": "", "waiting": "perhaps"}',
+    b'{"kind": "stack", "round": [], "stack": {}, "waiting": []}',
+    post_of(report(0))[:-1],
+    post_of(report(0)) + b" ",
+    post_of(report(1)),  # of another rank
+    post_of(report(2), kind="leave"),
+    post_of(replace(report(0), lines=(replace(LINE, members=tuple(range(100_000))),))),
+    post_of(replace(report(0), stalled=STALLED)),
+]
 
 
-@pytest.mark.parametrize("name", HOSTILE)
-def test_no_message_of_a_peer_ends_a_hub_or_takes_much_memory(board: Board, name: str):
+def test_malformed_messages_are_counted_and_dropped_without_much_memory(board: Board):
     board.join(0, 1, 2)
-    before = board.hub.tally.malformed
-    tracemalloc.start()
-    try:
-        board.clients[0].sockets[0].send(HOSTILE[name])
-        board.until(lambda: board.hub.tally.malformed > before)
-        assert tracemalloc.get_traced_memory()[1] < 16 << 20
-    finally:
-        tracemalloc.stop()
+    for raw in MALFORMED:
+        before = board.hub.tally.malformed
+        tracemalloc.start()
+        try:
+            board.clients[0].sockets[0].send(raw)
+            board.until(lambda before=before: board.hub.tally.malformed > before)
+            assert tracemalloc.get_traced_memory()[1] < 16 << 20, raw[:80]
+        finally:
+            tracemalloc.stop()
     board.hold_round(0, 1, 2)  # it lives on
+
+
+def test_a_finding_of_wrong_types_is_refused():
+    whole = Finding.of(incident(0, 1), {}).to_json()
+    for wrong in ({"ranks": "01"}, {"step": None}, {"job_ended": 1}, {"sentence": []}, {"ranks": [[0]]}):
+        with pytest.raises(ValueError, match="not a finding"):
+            Finding.from_json({**whole, **wrong})
 
 
 def test_a_diagnosis_that_raises_does_not_end_a_hub(board: Board):
@@ -667,12 +622,3 @@ def test_a_connection_that_never_authenticates_is_closed(board: Board):
             return bool(ended)
 
         board.until(has_ended)
-
-
-@pytest.mark.parametrize(
-    "change", [{"ranks": "01"}, {"step": None}, {"job_ended": 1}, {"sentence": []}, {"ranks": [[0]]}]
-)
-def test_a_finding_of_wrong_types_is_refused(change: dict[str, Any]):
-    whole = Finding.of(incident(0, 1), {}).to_json()
-    with pytest.raises(ValueError, match="not a finding"):
-        Finding.from_json({**whole, **change})
