@@ -9,7 +9,7 @@ import pytest
 from torchscout.checkpoint.storage import job_file
 from torchscout.checkpoint.trust import ledger
 from torchscout.checkpoint.trust.gate import CheckpointGate
-from torchscout.config import JOB_NAME, CheckpointConfig
+from torchscout.config import JOB_NAME
 from torchscout.errors import CheckpointError
 
 
@@ -50,42 +50,21 @@ def test_writing_a_name_replaces_the_previous_one_completely(tmp_path: Path):
     assert (tmp_path / "job").read_bytes() == b"short\n"
 
 
-@pytest.mark.parametrize(
-    ("wanted", "found", "agreed"),
-    [
-        (None, [None, "a", "a"], "a"),
-        ("a", [None, None], "a"),
-        ("a", ["a", None], "a"),
-    ],
-)
-def test_all_ranks_agree_on_one_name(wanted: str | None, found: list[str | None], agreed: str):
-    assert job_file.agreed_name(wanted, Path("x"), found) == agreed
+def test_all_ranks_agree_on_one_name():
+    for wanted, found in ((None, [None, "a", "a"]), ("a", [None, None]), ("a", ["a", None])):
+        assert job_file.agreed_name(wanted, Path("x"), found) == "a"
 
 
-def test_a_new_folder_gets_a_name_that_no_other_has():
-    names = [job_file.agreed_name(None, Path("/data/my run"), [None]) for _ in range(2)]
-    assert names[0] != names[1]
-    assert all(JOB_NAME.fullmatch(each) and each.startswith("my_run-") for each in names)
-
-
-@pytest.mark.parametrize(
-    ("folder", "begin"),
-    [("/data/.-run", "run-"), ("/", "job-"), ("/..", "job-"), ("x" * 200, "x" * 64 + "-")],
-)
-def test_a_new_name_can_be_a_folders_whatever_the_directory_is_called(folder: str, begin: str):
-    name = job_file.agreed_name(None, Path(folder), [None])
-    assert JOB_NAME.fullmatch(name)
-    assert name.startswith(begin)
+def test_a_new_folder_gets_a_name_that_no_other_has_and_that_can_be_a_folders():
+    begins = {"/data/my run": "my_run-", "/data/.-run": "run-", "/": "job-", "/..": "job-"}
+    for folder, begin in {**begins, "x" * 200: "x" * 64 + "-"}.items():
+        names = [job_file.agreed_name(None, Path(folder), [None]) for _ in range(2)]
+        assert names[0] != names[1]
+        assert all(JOB_NAME.fullmatch(each) and each.startswith(begin) for each in names)
 
 
 def test_another_jobs_folder_is_refused_with_a_way_out():
-    with pytest.raises(CheckpointError, match=r"belongs to job 'a', not to 'b'.*adopt x --as b.*directory"):
+    with pytest.raises(CheckpointError, match=r"'a'.*'b'.*adopt x --as b"):
         job_file.agreed_name("b", Path("x"), ["a", None])
-    with pytest.raises(CheckpointError, match=r"different jobs in x: 'a', 'b'.*adopt"):
+    with pytest.raises(CheckpointError, match=r"x: 'a', 'b'.*adopt"):
         job_file.agreed_name(None, Path("x"), ["a", "b"])
-
-
-@pytest.mark.parametrize("job", ["", "a b", "../x", "x" * 129, 7])
-def test_a_name_that_cannot_be_a_folders_is_refused(job: object):
-    with pytest.raises(ValueError, match="job must be a name of at most 128 letters"):
-        CheckpointConfig("here", job=job)  # type: ignore[arg-type]

@@ -14,8 +14,6 @@ from torchscout.errors import ScoutError
 from torchscout.session.off import Off
 from torchscout.utils import _torch
 
-SENTENCE = f"torchscout does not support PyTorch {torch.__version__}, which has no "
-
 
 def test_this_pytorch_has_every_name():
     assert _torch.missing_names() == []
@@ -27,7 +25,9 @@ def test_attaching_reports_missing_names(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delattr(torch.utils._pytree, "treespec_dumps")
     missing = ["torch._assert_async", "torch.utils._pytree.treespec_dumps"]
     assert _torch.missing_names() == missing
-    with pytest.raises(ScoutError, match=re.escape(f"{SENTENCE}{' and '.join(missing)}. Install PyTorch ")):
+    with pytest.raises(
+        ScoutError, match=re.escape(f"{torch.__version__}, which has no {' and '.join(missing)}")
+    ):
         enable_resiliency(torch.nn.Linear(1, 1))
     monkeypatch.setenv("TORCHSCOUT", "off")
     assert isinstance(enable_resiliency(torch.nn.Linear(1, 1)), Off)
@@ -46,9 +46,9 @@ def test_torchscout_can_be_imported_without_a_required_name():
         "import torchscout; torchscout.enable_resiliency(torch.nn.Linear(1, 1))"
     )
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    assert f"ScoutError: {SENTENCE}torch.utils._pytree.tree_leaves." in ended.stderr
+    assert "which has no torch.utils._pytree.tree_leaves." in ended.stderr
 
 
 def test_an_unknown_name_is_an_attribute_error():
-    with pytest.raises(AttributeError, match="no attribute 'tree_branches'"):
+    with pytest.raises(AttributeError, match="tree_branches"):
         _ = _torch.tree_branches
