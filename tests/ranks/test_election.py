@@ -26,22 +26,6 @@ def lose(job: SmallJob, *ranks: int, how: signal.Signals = signal.SIGKILL) -> No
         until(lambda: not any(is_running(job.observers[rank]) for rank in ranks), "they are gone")
 
 
-def use_up_restarts(job: SmallJob, rank: int) -> None:
-    job.order(rank, do="keep")
-    for restarts in range(4):
-        os.kill(restarted(job, rank, restarts), signal.SIGKILL)
-
-
-def restarted(job: SmallJob, rank: int, times: int) -> int:
-    """The process of an observer that was started again so often."""
-
-    def process() -> int | None:
-        state = job.ask(rank, do="observer")
-        return state["pid"] if state["restarts"] == times and is_running(state["pid"]) else None
-
-    return until(process, f"it was started {times} times again")
-
-
 def elected(job: SmallJob, *ranks: int) -> None:
     until(
         lambda: all(job.ask(rank, do="status")["hub"] == ELECTED for rank in ranks),
@@ -61,24 +45,14 @@ def one_incident(job: SmallJob) -> Incident:
     return incident
 
 
-@pytest.mark.long_cases("False")
-@pytest.mark.parametrize("restarts", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_with_hub_and_standby_lost_for_good_a_rank_that_hangs_is_named(tmp_path: Path, restarts: bool):
-    with small_job(5, tmp_path, election_seconds=5.0 if restarts else 1.0) as job:
-        if restarts:
-            for rank in (0, 4):
-                use_up_restarts(job, rank)
-        else:
-            lose(job, 0, 4)
+@pytest.mark.long
+def test_with_hub_and_standby_lost_for_good_a_rank_that_hangs_is_named(tmp_path: Path):
+    with small_job(5, tmp_path, election_seconds=1.0) as job:
+        lose(job, 0, 4)
         elected(job, 1, 2, 3)
         job.order(3, do="sleep", seconds=LONG)
-        incident = one_incident(job)
-        assert incident.ranks == (3,)
-        assert "Ranks 0 and 4 did not answer" in incident.sentence
-        assert (
-            "this observer is candidate 2 and opens its hub"
-            in (tmp_path / "observers/rank-1.log").read_text()
-        )
+        assert one_incident(job).ranks == (3,)
+        assert "candidate 2" in (tmp_path / "observers/rank-1.log").read_text()
 
 
 @pytest.mark.long
@@ -104,18 +78,6 @@ def test_a_minority_of_observers_decides_nothing(tmp_path: Path):
         goes_on(job)
         assert "only 1 of 4 observers have found it" in job.ask(2, do="status")["problem"]
         assert job.lines() == []
-
-
-@pytest.mark.slow
-def test_what_the_lost_hub_has_reported_is_not_reported_again_by_the_elected_one(tmp_path: Path):
-    with small_job(5, tmp_path, election_seconds=1.0) as job:
-        job.order(3, do="sleep", seconds=LONG)
-        until(job.lines, "the hub reports it")
-        time.sleep(0.5)  # and tells the observers
-        lose(job, 0, 4)
-        log = tmp_path / "observers/rank-1.log"
-        until(lambda: log.exists() and "opens its hub" in log.read_text(), "another hub is elected")
-        assert one_incident(job).ranks == (3,)
 
 
 @pytest.mark.slow_cases("the elected hub writes it")
@@ -149,20 +111,6 @@ def test_stopped_hubs_are_replaced_and_report_nothing_after_they_continue(tmp_pa
         for rank in (0, 4):
             os.kill(job.observers[rank], signal.SIGCONT)
         assert one_incident(job).ranks == (3,)
-
-
-@pytest.mark.slow
-def test_with_the_elected_hub_lost_as_well_the_next_one_is_elected(tmp_path: Path):
-    with small_job(7, tmp_path, election_seconds=1.0) as job:
-        lose(job, 0, 6)
-        elected(job, 1, 2, 3, 4, 5)
-        lose(job, 1)
-        until(
-            lambda: all(job.ask(rank, do="status")["hub"] == ELECTED + 1 for rank in (2, 3, 4, 5)),
-            "all reach the next one",
-        )
-        job.order(4, do="sleep", seconds=LONG)
-        assert one_incident(job).ranks == (4,)
 
 
 @pytest.mark.slow

@@ -42,7 +42,7 @@ LATE = FaultPlan().stall(rank=2, at="step", step=FAULTY_STEP, seconds=STALL)
 
 
 def ddp_job(rank: int, run_dir: Path, faults: FaultPlan):
-    """An ordinary DDP job; returns how many faults fired, and its status with what its callback was ``told``."""
+    """An ordinary DDP job; returns how many faults fired, and its status, with what its callback was told."""
     told: list[tuple[int, ...]] = []
     model = DistributedDataParallel(Net())
     optimizer = torch.optim.AdamW(model.parameters())

@@ -109,25 +109,11 @@ def test_a_rank_whose_core_others_use_is_not_slow(tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_a_slow_rank_is_named_though_others_use_its_core(tmp_path: Path):
-    with others_on(CORES[0]):
-        found = run_ranks(training, 3, slow(2), tmp_path, timeout=200)
-    assert {(each.manifestation.value, each.ranks) for each in found[0][0]} == {("straggler", (2,))}
-
-
-@pytest.mark.slow
 def test_a_slow_rank_is_named_though_others_use_its_peers_core(tmp_path: Path):
     """Its peers need as long as it does, by the clock on the wall."""
     with others_on(CORES[1]):
         found = run_ranks(training, 3, slow(2), tmp_path, timeout=200)
     assert {(each.manifestation.value, each.ranks) for each in found[0][0]} == {("straggler", (2,))}
-
-
-@pytest.mark.slow
-def test_of_two_ranks_one_of_which_is_slow_the_pair_is_reported(tmp_path: Path):
-    with others_on(CORES[0]):
-        found = run_ranks(training, 2, slow(1), tmp_path, timeout=200)
-    assert {(each.scope.value, each.ranks) for each in found[0][0]} == {("peer_group", (0, 1))}
 
 
 def test_time_never_runs_backwards_where_a_core_is_shared():
@@ -164,4 +150,4 @@ def test_waits_for_a_core_are_left_out_of_a_time_and_sleep_is_not():
     finally:
         os.sched_setaffinity(0, before)
     assert whole > 900  # 0.3 s of sleep, and a quarter of a core for what takes 0.2 s on a whole one
-    assert 490 < own < 700
+    assert 490 < own < whole - 200

@@ -93,15 +93,6 @@ def test_a_lost_machine_is_named_replaced_and_excluded(tmp_path: Path, alone: st
         assert (plan.excluded, len(plan.restarts)) == (("b",), 1)
 
 
-def test_a_machine_that_was_lost_and_comes_back_stays_out(tmp_path: Path, alone: str):
-    with job(tmp_path, "lost", 1) as (agents, folder):
-        assert agents.wait("b") == [-9]
-        agents.start("back", host="b")
-        assert agents.wait("a", "c", "d", "back", seconds=SECONDS) == [0] * 4, agents.everything()
-        assert "this machine, b, is quarantined and runs no workers" in agents.said("back")
-        ended(folder, "acd", alone)
-
-
 def test_two_failures_at_once_are_recovered_from(tmp_path: Path, alone: str):
     with job(tmp_path, "two", 0) as (agents, folder):
         assert agents.wait(*"abc", seconds=SECONDS) == [0] * 3, agents.everything()
@@ -109,14 +100,6 @@ def test_two_failures_at_once_are_recovered_from(tmp_path: Path, alone: str):
         assert {each.action for each in found} <= {Action.RESTART, Action.REPLACE}
         assert {rank for each in found for rank in each.ranks} <= {0, CULPRIT}
         assert min(each["resumed"] for each in ended(folder, "abc", alone)) > 0
-
-
-def test_a_rank_that_fails_as_soon_as_the_job_has_resumed_is_recovered_from_too(tmp_path: Path, alone: str):
-    with job(tmp_path, "again", 1) as (agents, folder):
-        assert agents.wait(*"abcd", seconds=SECONDS) == [0] * 4, agents.everything()
-        assert (folder / f"suffered-{CULPRIT + 1}").exists()
-        assert decisions(folder)[0].action is Action.REPLACE
-        ended(folder, "acd", alone)
 
 
 def test_a_rank_that_is_killed_while_the_job_resumes_is_recovered_from_too(tmp_path: Path, alone: str):

@@ -65,7 +65,6 @@ def test_a_hub_has_one_connection_to_each_machine_and_names_a_late_rank(tmp_path
         job.order(4, do="sleep", seconds=3.0)
         incident = until(job.lines, "an incident is written")[0]
         assert (incident.ranks, incident.hosts) == ((4,), ("b",))
-        assert "5 ranks wait for it" in incident.sentence
         stacks = {each.progress["rank"]: each.progress["stack"] for each in incident.records if each.progress}
         assert "in _do_sleep" in stacks[4]
         resolved = until(lambda: job.lines()[1:], "it is resolved")[0]
@@ -79,18 +78,14 @@ def test_a_hub_has_one_connection_to_each_machine_and_names_a_late_rank(tmp_path
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("relay", [3, pytest.param(0, marks=pytest.mark.slow, id="with the hub")])
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-def test_observers_whose_relay_is_lost_reach_the_hubs_themselves(
-    tmp_path: Path, how: signal.Signals, relay: int
-):
+def test_observers_whose_relay_is_lost_reach_the_hubs_themselves(tmp_path: Path, how: signal.Signals):
     """Nobody names the machine, nor anybody else on it, though its relay does not answer."""
     with relayed_job(tmp_path) as job:
-        os.kill(job.observers[relay], how)
+        os.kill(job.observers[3], how)
         job.order(4, do="sleep", seconds=LONG)
         incident = one_incident(job)
         assert (incident.ranks, incident.scope) == ((4,), Scope.RANK), incident.sentence
-        assert f"Rank {relay} did not answer" in incident.sentence
 
 
 def test_a_relay_that_is_lost_while_all_is_well_changes_nothing(tmp_path: Path):
@@ -125,5 +120,4 @@ def test_with_hub_and_standby_lost_another_hub_is_found_through_the_relays(tmp_p
         job.order(4, do="sleep", seconds=LONG)
         incident = one_incident(job)
         assert incident.ranks == (4,), incident.sentence
-        assert "Ranks 0 and 7 did not answer" in incident.sentence
         assert connections(job.ports[2]) == 4, "machines b, c and d, and rank 1, whose relay is gone"

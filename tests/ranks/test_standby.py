@@ -14,12 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.ranks.test_recovery import run
-from tests.support.recovery_job import CULPRIT
 from tests.support.small_job import until
 from tests.support.torchrun_agents import ROOT, Agents, installed, running_agents
 from torchscout.decision.records.record import Action, Decision, Failure
-from torchscout.decision.records.recorder import IncidentLog
 from torchscout.decision.recovery.restart_plan import RestartPlan
 
 slow = pytest.mark.slow
@@ -183,34 +180,6 @@ def test_a_job_that_was_stopped_does_not_start(job: Job):
     assert job.agents.wait("a")[0] != 0
     assert "An earlier run decided: stop: something is wrong." in job.agents.said("a")
     assert not [*job.folder.glob("started-*")]
-
-
-@slow
-def test_corruption_is_replaced_by_a_standby_and_the_job_ends_as_if_nothing_had_happened(tmp_path: Path):
-    """Three machines of one rank train, and a fourth one waits; no setting tells the agents where to look."""
-    alone = tmp_path / "alone"
-    assert run(alone, "none", "").returncode == 0
-    folder = tmp_path / "job"
-    folder.mkdir()
-    script = ["-m", "tests.support.recovery_job", str(folder), "corrupt", "restart,replace"]
-    address = own_address()
-    options = ["--nnodes=3", "--nproc-per-node=1", "--max-restarts=5", f"--local-addr={address}"]
-    with running_agents(folder, installed(tmp_path / "site"), script, *options) as agents:
-        names = ["a", "b", "c"]
-        for name in names:
-            agents.start(name, hosts_store=name == "a")
-            time.sleep(1)  # ranks are in the order of process ids
-        agents.until_said("a", "attached to 3 ranks on 3 machines")
-        agents.start("d")
-        assert agents.wait(*names, "d", seconds=200) == [0, 0, 0, 0], agents.everything()
-        (decision,) = IncidentLog.read(folder / "run-0").decisions
-        assert (decision.action, decision.ranks, len(decision.hosts)) == (Action.REPLACE, (CULPRIT,), 1)
-        (bad,) = decision.hosts
-        assert f"this machine, {bad}, is quarantined" in agents.said(bad)
-        assert "excluded machines" not in agents.everything()
-    bits = [json.loads((each / "rank-0.json").read_text())["bits"] for each in (alone, folder)]
-    assert bits[0] == bits[1]
-    assert RestartPlan.read(folder / "checkpoints").excluded == (bad,)
 
 
 def own_address() -> str:

@@ -214,10 +214,7 @@ class _Trainer:
         self._stacks = stacks.register(directory, assignment.config.stack_signal)
         world = CommGroup("world", tuple(range(assignment.size)), "world")
         self._line = self._writer.declare(world)
-        self._phrases = {
-            name: self._writer.phrase(name, fingerprint)
-            for fingerprint, name in enumerate(("all_reduce float32[8] sum", "broadcast float32[8]"), 7)
-        }
+        self._phrase = self._writer.phrase("all_reduce float32[8] sum", 7)
         paths = {"record": str(self._writer.path), "stack": str(self._stacks.path)}
         self._observer = launch(replace(assignment, **paths))
         self._say({"observer": self._observer.pid, "port": self._observer.port})
@@ -228,10 +225,10 @@ class _Trainer:
         while going:
             self._writer.advance(Phase.FORWARD)
             time.sleep(STEP_SECONDS)
-            going = self.step("all_reduce float32[8] sum")
+            going = self.step()
 
-    def step(self, operation: str) -> bool:
-        self._writer.issue(self._line, self._phrases[operation])
+    def step(self) -> bool:
+        self._writer.issue(self._line, self._phrase)
         self._end.sendall(b".")
         order = self._hear()
         self._writer.next_step()
@@ -258,20 +255,11 @@ class _Trainer:
         time.sleep(seconds)
         self._writer.resume()
 
-    def _do_differ(self) -> bool:
-        return self.step("broadcast float32[8]")
-
     def _do_status(self) -> None:
         try:
             self._say(dict(self._observer.status(timeout=10)))
         except ObserverError as error:
             self._say({"problem": str(error), "connected": []})
-
-    def _do_observer(self) -> None:
-        self._say({"pid": self._observer.pid, "restarts": self._observer.restarts})
-
-    def _do_keep(self) -> None:
-        self._observer.keep_alive()
 
     def _do_time(self) -> None:
         self._say({"time": time.time()})

@@ -111,6 +111,18 @@ def test_batches_and_checkpoints_are_marked_and_then_everything_is_as_before(ran
     assert samples.phases[3:] == [Phase.IDLE] * 3
 
 
+@pytest.mark.parametrize(("owner", "name"), PLACES[2:])
+def test_every_function_of_checkpoints_is_marked_with_its_phase(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str
+):
+    phases = list[Phase]()
+    monkeypatch.setattr(owner, name, lambda: phases.append(rank.phase))
+    undo = rank.mark()
+    getattr(owner, name)()
+    undo()
+    assert phases == [Phase.CHECKPOINT_READ if name == "load" else Phase.CHECKPOINT_WRITE]
+
+
 def test_only_batches_are_compared_because_checkpoints_may_differ_in_size(rank: Rank, tmp_path: Path):
     undo = rank.mark()
     [*DataLoader(Seen(rank))]
