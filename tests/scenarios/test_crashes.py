@@ -181,6 +181,21 @@ ROWS = [
         must_come=[hang([2], "rank", "restart")],
     ),
     Row(
+        "over NCCL, a timeout aborts what two ranks wait for, their devices go on, and then they are ended",
+        given=with_a_timeout_of(60)
+        .devices_follow(*EVERYBODY)
+        .enter("world", 0, 1, 3)
+        .devices_follow(0, 1, 3)
+        .enter("world", 0, 1, 3)
+        .work("idle", *EVERYBODY)
+        .seconds(60)
+        .devices_follow(0, 1)
+        .seconds(0.3)
+        .end("failed", 0, 1)
+        .ask(0.5),
+        must_come=[hang([2], "rank", "restart")],
+    ),
+    Row(
         "a timeout ends the ranks that have waited only after the late one has come",
         given=with_a_timeout_of(60)
         .enter("world", 0, 1, 3)

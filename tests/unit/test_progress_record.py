@@ -5,7 +5,6 @@ Real processes throughout: the functions under "What other processes run" are th
 
 from __future__ import annotations
 
-import json
 import mmap
 import os
 import random
@@ -23,7 +22,7 @@ from pathlib import Path
 
 import pytest
 
-from torchscout.decision.progress import CommGroup, IssuedOp, Phase, Process, Progress, RankStatus
+from torchscout.decision.progress import CommGroup, IssuedOp, Phase, Process, Progress
 from torchscout.errors import TornRecordError
 from torchscout.observer.record import layout
 from torchscout.observer.record.directory import ProcessIdentity, reclaim
@@ -44,22 +43,6 @@ def writer(tmp_path: Path) -> Iterator[ProgressWriter]:
 
 
 # ---------------------------------------------------------------- What other processes run
-
-
-def answer(path: str) -> None:
-    """An observer: for every line of standard input, what it reads."""
-    reader = ProgressReader(Path(path))
-    for _ in sys.stdin:
-        fields = {
-            "standing": RankStatus(reader.rank, reader.trainer(), reader.read()).to_json(),
-            "lines": {key: [line.members, line.name, line.pair] for key, line in reader.lines().items()},
-            "steps": reader.step_seconds(),
-            "input": reader.phase_seconds(Phase.INPUT),
-            "flags": [reader.paused, reader.has_finished],
-            "dropped": reader.dropped,
-            "pid": reader.pid,
-        }
-        print(json.dumps(fields), flush=True)
 
 
 def hold(directory: str) -> None:
@@ -126,9 +109,7 @@ def running(program: str, argument: Path) -> Iterator[subprocess.Popen[str]]:
     code = f"import sys; from {__name__} import {program}; {program}(sys.argv[1])"
     command = [sys.executable, "-c", code, str(argument)]
     root = Path(__file__).parent.parent.parent
-    process = subprocess.Popen(
-        command, cwd=root, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=1
-    )
+    process = subprocess.Popen(command, cwd=root, text=True, stdout=subprocess.PIPE)
     with process:
         try:
             yield process
@@ -139,12 +120,6 @@ def running(program: str, argument: Path) -> Iterator[subprocess.Popen[str]]:
 def line_from(process: subprocess.Popen[str]) -> str:
     assert process.stdout is not None
     return process.stdout.readline().strip()
-
-
-def ask(process: subprocess.Popen[str]) -> dict:
-    assert process.stdin is not None
-    process.stdin.write("\n")
-    return json.loads(line_from(process))
 
 
 # ---------------------------------------------------------------- What is published is what is read
@@ -160,7 +135,10 @@ def chain(fingerprints: list[int]) -> list[int]:
     return digests
 
 
-def test_another_process_reads_all_of_it(writer: ProgressWriter):
+def test_a_reader_reads_all_of_it(writer: ProgressWriter):
+    reader = ProgressReader(writer.path)
+    before = reader.read()
+    assert (before.step, before.operation, before.phase, before.issued) == (0, 0, Phase.START, {})
     world, expert, arrow = (writer.declare(line) for line in (WORLD, EXPERT, ARROW))
     total, exchange = writer.phrase(*SUM), writer.phrase(*EXCHANGE)
     writer.next_step()
@@ -173,15 +151,10 @@ def test_another_process_reads_all_of_it(writer: ProgressWriter):
     writer.device_step(1)
     writer.pause()
     writer.finished()
-    with running("answer", writer.path) as observer:
-        received = ask(observer)
-
-    standing = RankStatus.from_json(received["standing"])
     first, second = chain([SUM[1], SUM[1]])
     (exchanged,) = chain([EXCHANGE[1]])
-    assert standing.process is Process.RUNNING
-    assert standing.progress is not None
-    assert replace(standing.progress, silent_seconds=0.0) == Progress(
+    assert reader.trainer() is Process.RUNNING
+    assert replace(reader.read(), silent_seconds=0.0) == Progress(
         rank=2,
         step=2,
         operation=6,
@@ -197,33 +170,11 @@ def test_another_process_reads_all_of_it(writer: ProgressWriter):
         silent_seconds=0.0,
         device_step=1,
     )
-    assert received["lines"] == {
-        line.key: [list(line.members), line.name, line.pair] for line in (WORLD, EXPERT, ARROW)
-    }
-    assert len(received["steps"]) == 1
-    assert 0 < received["steps"][0] < 60
-    assert received["input"] == [0.25]
-    assert received["flags"] == [True, True]
-    assert received["dropped"] == 0
-    assert received["pid"] == os.getpid()
-
-
-def test_another_process_sees_what_is_published_later(writer: ProgressWriter):
-    with running("answer", writer.path) as observer:
-        before = ask(observer)["standing"]["progress"]
-        index = writer.declare(WORLD)
-        writer.issue(index, writer.phrase(*SUM))
-        after = ask(observer)
-    assert (before["step"], before["operation"], before["phase"], before["issued"]) == (0, 0, "start", {})
-    assert after["standing"]["progress"]["issued"] == {"world": 1}
-    assert after["standing"]["progress"]["recent"][0]["text"] == SUM[0]
-    assert list(after["lines"]) == ["world"]
-
-
-def test_the_observers_end_needs_neither_torch_nor_numpy():
-    module = "torchscout.observer.record.reader"
-    code = f"import sys, {module}; print({{'torch', 'numpy'}} & set(sys.modules))"
-    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "set()"
+    assert reader.lines() == {line.key: line for line in (WORLD, EXPERT, ARROW)}
+    assert len(reader.step_seconds()) == 1
+    assert reader.phase_seconds(Phase.INPUT) == [0.25]
+    assert (reader.paused, reader.has_finished, reader.dropped) == (True, True, 0)
+    assert (reader.rank, reader.pid) == (2, os.getpid())
 
 
 def test_communication_is_the_last_event_until_something_else_is_published(writer: ProgressWriter):
