@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from tests.support.replica_ranks import Rank, Wire, files, identity, ranks, seal
+from tests.support.replica_ranks import PATIENCE, Rank, Wire, files, identity, ranks, seal
 from tests.support.small_job import until
 from torchscout.checkpoint.replication.placement import replica_holders
 from torchscout.checkpoint.storage.shards import path_of, verify
@@ -19,26 +21,32 @@ LARGE = 40 << 20
 """More than may be on its way at once."""
 
 
-def has_problem(rank: Rank, word: str, problems: list[str]) -> bool:
-    problems += rank.ask("problems")
-    return any(word in each for each in problems)
+def until_it_says(rank: Rank, word: str) -> None:
+    problems: list[str] = []
+
+    def is_said() -> bool:
+        problems.extend(rank.ask("problems"))
+        return any(word in each for each in problems)
+
+    until(is_said, f"{word!r} is said")
 
 
-def test_a_shard_arrives_at_the_holder_bit_for_bit(tmp_path: Path):
-    # A busy machine may take seconds for the large one, which must not count as a problem.
-    with ranks(tmp_path, TOKEN, "ab", patience=30.0) as (owner, holder):
-        for step, size in ((1, 1), (2, LARGE), (3, 4 << 20)):
-            path = seal(owner.memory, 0, step, size)
-            owner.ask("send", str(path))
-            until(lambda step=step: step in owner.held(), "the copy counts")
-            copy = path_of(holder.memory, identity(0, step), holder=1)
-            assert copy.read_bytes() == path.read_bytes()
-        assert owner.ask("problems") == holder.ask("problems") == []
-        assert len(files(holder.memory)) == 3
+def copied(owner: Rank, step: int, size: int = 10_000) -> Path:
+    """Send the state of this step, and wait until its copy counts."""
+    path = seal(owner.memory, owner.rank, step, size)
+    owner.ask("send", str(path))
+    until(lambda: step in owner.held(), "the copy counts")
+    return path
 
 
-def test_a_copy_that_slows_steps_is_limited_and_still_arrives(tmp_path: Path):
-    with ranks(tmp_path, TOKEN, "ab", patience=30.0) as (owner, holder):
+def copy_of(holder: Rank, step: int) -> Path:
+    return path_of(holder.memory, identity(0, step), holder=1)
+
+
+@contextmanager
+def half_sent(folder: Path, patience: float = PATIENCE) -> Iterator[tuple[Rank, Rank, Wire, Path]]:
+    """An owner, of whose step 1 the holder has half, the wire that holds it up, and the shard."""
+    with ranks(folder, TOKEN, "ab", patience=patience) as (owner, holder):
         wire = Wire(holder.address, hold_after=20 << 20)
         owner.ask("connect", [owner.address, wire.address], ["a", "b"])
         for _ in range(8):
@@ -46,31 +54,42 @@ def test_a_copy_that_slows_steps_is_limited_and_still_arrives(tmp_path: Path):
         path = seal(owner.memory, 0, 1, LARGE)
         owner.ask("send", str(path))
         until(wire.held_up.is_set, "half of it is there")
+        yield owner, holder, wire, path
+        wire.close()
+
+
+def test_a_shard_arrives_at_the_holder_bit_for_bit(tmp_path: Path):
+    # A busy machine may take seconds for the large one, which must not count as a problem.
+    with ranks(tmp_path, TOKEN, "ab", patience=30.0) as (owner, holder):
+        for step, size in ((1, 1), (2, LARGE), (3, 4 << 20)):
+            assert copied(owner, step, size).read_bytes() == copy_of(holder, step).read_bytes()
+        assert owner.ask("problems") == holder.ask("problems") == []
+        assert len(files(holder.memory)) == 3
+
+
+def test_a_copy_that_slows_steps_is_limited_and_still_arrives(tmp_path: Path):
+    with half_sent(tmp_path, patience=30.0) as (owner, holder, wire, path):
         for _ in range(4):  # the first is left out, since the copy began in it
             owner.ask("step_took", 0.2)
         assert owner.ask("rate") == 1 << 28
         wire.released.set()
         until(lambda: owner.held() == [1], "the copy counts")
-        assert path_of(holder.memory, identity(0, 1), holder=1).read_bytes() == path.read_bytes()
+        assert copy_of(holder, 1).read_bytes() == path.read_bytes()
         assert owner.ask("problems") == []
-        wire.close()
 
 
 @pytest.mark.parametrize("retires", [0, 1], ids=["owner", "holder"])
 def test_the_file_of_a_retired_copy_is_used_for_the_next(tmp_path: Path, retires: int):
     with ranks(tmp_path, TOKEN, "ab", patience=30.0) as (owner, holder):
-        copies = [path_of(holder.memory, identity(0, step), holder=1) for step in range(4)]
         numbers = []
         for step in (1, 2, 3):
-            path = seal(owner.memory, 0, step, LARGE)
-            owner.ask("send", str(path))
-            until(lambda step=step: step in owner.held(), "the copy counts")
-            assert copies[step].read_bytes() == path.read_bytes()
-            numbers.append(copies[step].stat().st_ino)
+            path, copy = copied(owner, step, LARGE), copy_of(holder, step)
+            assert copy.read_bytes() == path.read_bytes()
+            numbers.append(copy.stat().st_ino)
             if step == 2:
                 (owner, holder)[retires].ask("retire", [[1, 0]])
                 until(lambda: [*holder.memory.glob(".spare.*")], "its file is kept")
-                assert not copies[1].exists()
+                assert not copy_of(holder, 1).exists()
         assert numbers[2] == numbers[0]
         assert not [*holder.memory.glob(".spare.*")]
         assert len(files(holder.memory)) == 2
@@ -80,11 +99,7 @@ def test_the_file_of_a_retired_copy_is_used_for_the_next(tmp_path: Path, retires
 
 
 def test_only_what_moves_bytes_has_a_low_priority_within_the_session_of_the_trainer(tmp_path: Path):
-    with ranks(tmp_path, TOKEN, "ab", patience=30.0) as (owner, holder):
-        wire = Wire(holder.address, hold_after=20 << 20)
-        owner.ask("connect", [owner.address, wire.address], ["a", "b"])
-        owner.ask("send", str(seal(owner.memory, 0, 1, LARGE)))
-        until(wire.held_up.is_set, "half of it is there")
+    with half_sent(tmp_path, patience=30.0) as (owner, holder, *_):
         for rank in (owner, holder):
             threads = Path(f"/proc/{rank.copying}/task").glob("*/stat")
             niceness = [int(each.read_text().rpartition(")")[2].split()[16]) for each in threads]
@@ -92,9 +107,6 @@ def test_only_what_moves_bytes_has_a_low_priority_within_the_session_of_the_trai
             assert os.getpriority(os.PRIO_PROCESS, rank.copying) < 15
             assert os.getsid(rank.copying) == os.getsid(rank.process.pid)
             assert os.getpgid(rank.copying) == rank.copying
-        wire.released.set()
-        until(lambda: owner.held() == [1], "the copy counts")
-        wire.close()
 
 
 def test_any_number_of_ranks_on_uneven_hosts_copy_to_each_other_at_once(tmp_path: Path):
@@ -121,48 +133,35 @@ def test_a_single_host_copies_nothing_without_an_error(tmp_path: Path):
 
 
 def test_a_holder_killed_in_the_middle_leaves_no_copy_and_the_next_one_succeeds(tmp_path: Path):
-    with ranks(tmp_path, TOKEN, "ab") as (owner, holder):
-        wire = Wire(holder.address, hold_after=20 << 20)
-        owner.ask("connect", [owner.address, wire.address], ["a", "b"])
-        owner.ask("send", str(seal(owner.memory, 0, 1, LARGE)))
-        until(wire.held_up.is_set, "half of it is there")
+    with half_sent(tmp_path) as (owner, holder, wire, _):
         holder.signal(signal.SIGKILL)
         wire.close()
         assert not list(holder.memory.rglob("*.shard"))
-        problems: list[str] = []
-        until(lambda: has_problem(owner, "step 1 of rank 0 has no copy at rank 1", problems), "it is said")
+        until_it_says(owner, "step 1 of rank 0 has no copy at rank 1")
         assert owner.held() == []
         restarted = Rank(1, holder.memory, TOKEN)
         try:
-            owner.ask("connect", [owner.address, restarted.address], ["a", "b"])
-            restarted.ask("connect", [owner.address, restarted.address], ["a", "b"])
-            path = seal(owner.memory, 0, 2, LARGE)
-            owner.ask("send", str(path))
-            until(lambda: 2 in owner.held(), "the next one has a copy")
-            assert path_of(holder.memory, identity(0, 2), 1).read_bytes() == path.read_bytes()
+            for each in (owner, restarted):
+                each.ask("connect", [owner.address, restarted.address], ["a", "b"])
+            assert copied(owner, 2, LARGE).read_bytes() == copy_of(holder, 2).read_bytes()
         finally:
             restarted.end()
 
 
 def test_a_stopped_holder_is_reported_in_time_and_continues_after_sigcont(tmp_path: Path):
-    with ranks(tmp_path, TOKEN, "ab") as (owner, holder):
-        wire = Wire(holder.address, hold_after=20 << 20)
-        owner.ask("connect", [owner.address, wire.address], ["a", "b"])
-        owner.ask("send", str(seal(owner.memory, 0, 1, LARGE)))
-        until(wire.held_up.is_set, "half of it is there")
+    with half_sent(tmp_path) as (owner, holder, wire, _):
         holder.signal(signal.SIGSTOP)
         wire.released.set()
-        problems: list[str] = []
-        until(lambda: has_problem(owner, "it did not answer for 1 s", problems), "it is said")
-        owner.ask("send", str(seal(owner.memory, 0, 2, LARGE)))
-        owner.ask("send", str(seal(owner.memory, 0, 3, LARGE)))
-        until(lambda: has_problem(owner, "could not be reached", problems), "nor can it be reached")
+        until_it_says(owner, "did not answer for 1 s")
+        for step in (2, 3):
+            owner.ask("send", str(seal(owner.memory, 0, step, LARGE)))
+        until_it_says(owner, "could not be reached")
         assert not list(holder.memory.rglob("*.shard"))
         assert owner.held() == []
         holder.signal(signal.SIGCONT)
         until(lambda: 3 in owner.held(), "the newest has a copy")
         wire.close()
-        assert verify(path_of(holder.memory, identity(0, 3), 1)).whole
+        assert verify(copy_of(holder, 3)).whole
         # One that its owner has given up may be complete after all; it goes when its generation is retired.
         until(lambda: not any(name.startswith(".") for name in files(holder.memory)), "nothing unfinished")
         owner.ask("retire", [[1, 0], [2, 0]])
@@ -170,27 +169,20 @@ def test_a_stopped_holder_is_reported_in_time_and_continues_after_sigcont(tmp_pa
 
 
 def test_a_dead_owner_leaves_no_unfinished_files_at_its_holder(tmp_path: Path):
-    with ranks(tmp_path, TOKEN, "ab") as (owner, holder):
-        wire = Wire(holder.address, hold_after=20 << 20)
-        owner.ask("connect", [owner.address, wire.address], ["a", "b"])
-        owner.ask("send", str(seal(owner.memory, 0, 1, LARGE)))
-        until(wire.held_up.is_set, "half of it is there")
+    with half_sent(tmp_path) as (owner, holder, *_):
         assert files(holder.memory) != []
         owner.signal(signal.SIGKILL)
         until(lambda: files(holder.memory) == [], "what it had sent is dropped")
-        wire.close()
 
 
 def test_a_bit_that_flips_in_transit_is_detected_and_the_shard_sent_again(tmp_path: Path):
     with ranks(tmp_path, TOKEN, "ab") as (owner, holder):
         wire = Wire(holder.address, flip_at=10 << 20)
         owner.ask("connect", [owner.address, wire.address], ["a", "b"])
-        path = seal(owner.memory, 0, 1, LARGE)
-        owner.ask("send", str(path))
-        until(lambda: owner.held() == [1], "it came all the same")
+        path = copied(owner, 1, LARGE)
         assert wire.flipped
         assert "no copy at rank 1" in " ".join(owner.ask("problems"))
-        assert path_of(holder.memory, identity(0, 1), 1).read_bytes() == path.read_bytes()
+        assert copy_of(holder, 1).read_bytes() == path.read_bytes()
         wire.close()
 
 
@@ -202,15 +194,10 @@ def test_a_shard_damaged_at_its_source_is_refused_and_given_up(tmp_path: Path):
         path.chmod(0o600)
         path.write_bytes(data)
         owner.ask("send", str(path))
-        problems: list[str] = []
-        until(
-            lambda: has_problem(owner, "refused 3 times and is given up: tensor 'b' is damaged", problems),
-            "it is said",
-        )
+        until_it_says(owner, "refused 3 times")
         assert "tensor 'b' is damaged" in " ".join(holder.ask("problems"))
         assert files(holder.memory) == []
-        owner.ask("send", str(seal(owner.memory, 0, 2)))
-        until(lambda: owner.held() == [2], "the next one is whole")
+        copied(owner, 2)
 
 
 def test_a_peer_without_the_token_is_refused(tmp_path: Path):
@@ -219,21 +206,18 @@ def test_a_peer_without_the_token_is_refused(tmp_path: Path):
         try:
             stranger.ask("connect", [owner.address, holder.address], ["a", "b"])
             stranger.ask("send", str(seal(stranger.memory, 0, 5)))
-            problems: list[str] = []
-            until(lambda: has_problem(stranger, "could not be reached", problems), "it is not let in")
+            until_it_says(stranger, "could not be reached")
             assert stranger.held() == []
         finally:
             stranger.end()
         assert files(holder.memory) == []
-        owner.ask("send", str(seal(owner.memory, 0, 1)))
-        until(lambda: owner.held() == [1], "who has it is let in")
+        copied(owner, 1)
 
 
 def test_retired_shards_are_deleted_here_and_at_the_holder(tmp_path: Path):
     with ranks(tmp_path, TOKEN, "ab") as (owner, holder):
         for step in (1, 2):
-            owner.ask("send", str(seal(owner.memory, 0, step)))
-            until(lambda step=step: step in owner.held(), "the copy counts")
+            copied(owner, step)
         seal(holder.memory, 1, 1)
         owner.ask("retire", [[1, 0]])
         until(lambda: len(files(holder.memory)) == 2, "its copy is gone, and what is the holder's own stays")
@@ -244,13 +228,11 @@ def test_retired_shards_are_deleted_here_and_at_the_holder(tmp_path: Path):
 
 def test_a_holder_that_was_away_deletes_retired_shards_later(tmp_path: Path):
     with ranks(tmp_path, TOKEN, "ab") as (owner, holder):
-        owner.ask("send", str(seal(owner.memory, 0, 1)))
-        until(lambda: owner.held() == [1], "the copy counts")
+        copied(owner, 1)
         holder.signal(signal.SIGSTOP)
         owner.ask("retire", [[1, 0]])
         until(lambda: files(owner.memory) == [], "it is gone here")
-        problems: list[str] = []
-        until(lambda: has_problem(owner, "does not answer", problems), "it is noticed that nobody answers")
+        until_it_says(owner, "does not answer")
         holder.signal(signal.SIGKILL)
         assert files(holder.memory) != []
         restarted = Rank(1, holder.memory, TOKEN, port=holder.address[1])
@@ -263,25 +245,20 @@ def test_a_holder_that_was_away_deletes_retired_shards_later(tmp_path: Path):
 def test_a_holder_that_lost_its_memory_gets_the_newest_again(tmp_path: Path):
     with ranks(tmp_path, TOKEN, "ab") as (owner, holder):
         for step in (1, 2):
-            owner.ask("send", str(seal(owner.memory, 0, step)))
-            until(lambda step=step: step in owner.held(), "the copy counts")
+            copied(owner, step)
         for path in holder.memory.rglob("*.shard"):
             path.unlink()
-        problems: list[str] = []
-        until(lambda: has_problem(owner, "lost its copies of step 1, step 2", problems), "it is noticed")
+        until_it_says(owner, "lost its copies of step 1, step 2")
         until(lambda: owner.held() == [2], "the newest is there again")
-        assert verify(path_of(holder.memory, identity(0, 2), 1)).whole
+        assert verify(copy_of(holder, 2)).whole
 
 
 def test_a_copy_that_is_there_already_is_replaced_by_a_whole_one(tmp_path: Path):
     with ranks(tmp_path, TOKEN, "ab") as (owner, holder):
-        path = seal(owner.memory, 0, 1)
-        copy = path_of(holder.memory, identity(0, 1), 1)
+        copy = copy_of(holder, 1)
         copy.parent.mkdir(parents=True)
         copy.write_bytes(b"damaged")
-        owner.ask("send", str(path))
-        until(lambda: owner.held() == [1], "the copy counts")
-        assert copy.read_bytes() == path.read_bytes()
+        assert copied(owner, 1).read_bytes() == copy.read_bytes()
 
 
 def test_closing_does_not_wait_for_a_holder_that_hangs(tmp_path: Path):
@@ -295,11 +272,9 @@ def test_closing_does_not_wait_for_a_holder_that_hangs(tmp_path: Path):
         holder.signal(signal.SIGCONT)
 
 
-@pytest.mark.parametrize("text", ["/nowhere/at/all", __file__])
-def test_a_path_that_is_not_a_shard_is_reported(tmp_path: Path, text: str):
+def test_a_path_that_is_not_a_shard_is_reported(tmp_path: Path):
     with ranks(tmp_path, TOKEN, "ab") as (owner, _):
-        owner.ask("send", text)
-        problems: list[str] = []
-        until(lambda: has_problem(owner, "cannot copy to rank 1 (127.0.0.1:", problems), "it is said")
-        owner.ask("send", str(seal(owner.memory, 0, 1)))
-        until(lambda: owner.held() == [1], "and the next one is copied")
+        for path in ("/nowhere/at/all", __file__):
+            owner.ask("send", path)
+            until_it_says(owner, "cannot copy to rank 1")
+        copied(owner, 1)
