@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import enum
 import json
-import math
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ import torch
 
 from tests.support.replay_by_hand import CPU, receiver
 from torchscout.errors import ReplayError
-from torchscout.replay.capture.broadcast import captured, described, receive, room_for
+from torchscout.replay.capture.broadcast import captured, receive
 from torchscout.replay.capture.context import register_tracker
 from torchscout.replay.capture.invocation import Invocation
 
@@ -74,17 +73,6 @@ def test_any_tensor_arrives_bit_for_bit_with_its_strides(kind: str):
         assert found.stride() == tensor.stride()
 
 
-@pytest.mark.parametrize("kind", TENSORS)
-def test_there_is_room_for_a_copy_of_a_tensor_described_as_it_is(kind: str):
-    room = room_for(json.loads(json.dumps(described(TENSORS[kind]))), CPU)
-    copy = captured(TENSORS[kind])
-    assert (room.shape, room.stride(), room.dtype) == (copy.shape, copy.stride(), copy.dtype)
-    out: list[torch.Tensor] = []
-    receive([copy], lambda tensor: out.append(tensor.clone()))
-    receive([room], receiver(out))
-    assert bytes_of(room) == bytes_of(copy)
-
-
 def test_a_peer_has_the_sources_call_whatever_its_own_was():
     source = call(torch.tensor([1.0, 2.0], requires_grad=True), 3, mask=None, names=["a", True, 0.1])
     source.gradients = {0: torch.tensor([5.0]), 2: torch.tensor([6.0])}
@@ -99,17 +87,6 @@ def test_a_peer_has_the_sources_call_whatever_its_own_was():
     assert {place: each.tolist() for place, each in found.gradients.items()} == {0: [5], 2: [6]}
     assert torch.equal(found.randomness.states["cpu"], source.randomness.states["cpu"])
     assert not torch.equal(peer.randomness.states["cpu"], source.randomness.states["cpu"])
-
-
-def test_a_tensor_arrives_where_the_peer_had_none():
-    assert arrived(call(torch.ones(2)), call(None, keep=False)).leaves[0].tolist() == [1, 1]
-
-
-def test_a_description_survives_json():
-    source = call(torch.ones(2), math.inf, "text", None, {"k": (1, -0.5)})
-    source.gradients = {3: torch.ones(2)}
-    assert description_of(source) == source.describe()
-    assert math.isnan(description_of(call(math.nan))["leaves"][0]["plain"])
 
 
 def test_autocast_is_the_sources():

@@ -3,28 +3,27 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import astuple
 
 import pytest
 
 from torchscout.mesh import Axis, Mesh, MeshAddress, PeerGroup
 
 
-def test_the_papers_example_of_replica_peers():
-    mesh = Mesh.grid(replica=4, tensor=2)
-    assert mesh.peers_of(0) == PeerGroup((0, 2, 4, 6), Axis.REPLICA)
-    assert mesh.peers_of(1) == PeerGroup((1, 3, 5, 7), Axis.REPLICA)
-    assert mesh.peers_of(6) == mesh.peers_of(0)
-
-
-def test_pure_fsdp_compares_shards():
-    assert Mesh.grid(shard=4, tensor=2).peers_of(5) == PeerGroup((1, 3, 5, 7), Axis.SHARD)
-
-
-def test_replicas_win_over_shards_where_both_exist():
-    mesh = Mesh.grid(replica=2, shard=4)
-    assert mesh.peers_of(1) == PeerGroup((1, 5), Axis.REPLICA)
-    assert mesh.groups_along("shard") == [(0, 1, 2, 3), (4, 5, 6, 7)]
+@pytest.mark.parametrize(
+    ("degrees", "rank", "peers", "axis"),
+    [
+        ({"replica": 4, "tensor": 2}, 6, (0, 2, 4, 6), Axis.REPLICA),
+        ({"shard": 4, "tensor": 2}, 5, (1, 3, 5, 7), Axis.SHARD),
+        ({"replica": 2, "shard": 4}, 1, (1, 5), Axis.REPLICA),
+        ({"tensor": 4}, 2, (2,), Axis.SHARD),
+    ],
+)
+def test_replicas_are_peers_and_shards_where_there_are_none(
+    degrees: dict[str, int], rank: int, peers: tuple[int, ...], axis: Axis
+):
+    mesh = Mesh.grid(**degrees)
+    assert mesh.peers_of(rank) == PeerGroup(peers, axis)
+    assert mesh.peers_of(rank, role="dense") == mesh.peers_of(rank, role="expert")
 
 
 @pytest.mark.parametrize("axis", ["tensor", "pipeline", "context", "expert"])
@@ -33,10 +32,6 @@ def test_model_parallel_ranks_are_never_peers(axis: str):
     for rank in range(len(mesh)):
         coordinates = {getattr(mesh.address_of(peer), axis) for peer in mesh.peers_of(rank).ranks}
         assert coordinates == {getattr(mesh.address_of(rank), axis)}
-
-
-def test_a_lone_rank_has_no_peers():
-    assert Mesh.grid(tensor=4).peers_of(2) == PeerGroup((2,), Axis.SHARD)
 
 
 @pytest.mark.parametrize(
@@ -74,21 +69,10 @@ def test_experts_carved_out_of_replicas_leave_dense_layers_their_peers():
     assert mesh.groups_along("expert") == [(0, 2), (1, 3), (4, 6), (5, 7)]
 
 
-def test_expert_parallelism_as_wide_as_data_parallelism():
-    mesh = Mesh.grid(replica=4).carve_experts(4)
-    assert mesh.peers_of(1, role="dense").can_attribute
-    assert not mesh.peers_of(1, role="expert").can_compare
-
-
 def test_experts_carved_out_of_shards():
     mesh = Mesh.grid(replica=2, shard=4).carve_experts(2, out_of=Axis.SHARD)
     assert mesh.peers_of(0, role="expert") == PeerGroup((0, 4), Axis.REPLICA)
     assert mesh.groups_along("shard", role="expert") == [(0, 2), (1, 3), (4, 6), (5, 7)]
-
-
-def test_a_kind_without_experts_within_data_is_the_only_table():
-    mesh = Mesh.grid(replica=3, expert=2)
-    assert mesh.peers_of(0, role="dense") == mesh.peers_of(0, role="expert") == mesh.peers_of(0)
 
 
 def test_hosts():
@@ -149,9 +133,3 @@ def test_a_summary_is_the_digest_of_addresses_as_they_are_printed():
     printed = "\n".join(str(mesh.address_of(rank)) for rank in range(len(mesh)))
     digest = hashlib.blake2b(printed.encode(), digest_size=6).hexdigest()
     assert mesh.summary().endswith(f"({digest})")
-
-
-def test_rows_are_the_addresses():
-    mesh = Mesh.grid(replica=4, tensor=2).carve_experts(2)
-    for role in ("dense", "expert"):
-        assert mesh.rows(role) == [list(astuple(mesh.address_of(rank, role))) for rank in range(len(mesh))]

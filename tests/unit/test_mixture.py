@@ -66,13 +66,6 @@ def test_a_stack_of_matrices_is_one_part_and_a_list_beside_a_router_one_for_each
     assert names(experts_of(listed)) == ["layers.0.feed.experts.0", "layers.0.feed.experts.1"]
 
 
-def test_a_dense_model_has_no_experts():
-    dense = model(Expert)
-    assert experts_of(dense) == ()
-    layers = layers_of(dense)
-    assert without_experts(layers, ()) == layers
-
-
 def test_experts_may_be_named_with_a_star():
     stacked = model(lambda: Mixture(Stack(4), 4))
     assert names(experts_of(stacked, "layers.1.*.experts")) == ["layers.1.feed.experts"]

@@ -42,22 +42,29 @@ def bits(tensor: torch.Tensor) -> tuple[int, int, list]:
 def with_buffer(act: Callable[[Any], None], **options: Any) -> Doing:
     module = Doing(act)
     module.register_buffer("mean", torch.zeros(3), **options)
+    module.register_buffer("none", None)
     return module
 
 
-@pytest.mark.parametrize("options", [{}, {"persistent": False}])
-def test_a_buffer_written_in_place_is_the_same_object_with_the_same_bits(options: dict):
-    module = with_buffer(lambda self: self.mean.add_(1), **options)
-    before = bits(module.mean)
+CHANGES: dict[str, Callable[[Any], object]] = {
+    "a buffer in place": lambda self: self.mean.add_(1),
+    "a buffer replaced": lambda self: setattr(self, "mean", self.mean + 1),
+    "a buffer that was None": lambda self: setattr(self, "none", torch.ones(2)),
+    "a new buffer": lambda self: self.register_buffer("late", torch.ones(2), persistent=False),
+    "a new attribute": lambda self: setattr(self, "last", torch.ones(2)),
+    "the training mode": lambda self: self.eval(),
+}
+
+
+@pytest.mark.parametrize("what", CHANGES)
+@pytest.mark.parametrize("persistent", [True, False])
+def test_a_module_has_its_buffers_and_attributes_again(what: str, persistent: bool):
+    module = with_buffer(CHANGES[what], persistent=persistent)
+    attributes, names, before = {*vars(module)}, {*module._non_persistent_buffers_set}, bits(module.mean)
     call(module, times=3)
-    assert bits(module.mean) == before
-
-
-def test_a_replaced_buffer_is_the_users_own_again():
-    module = with_buffer(lambda self: setattr(self, "mean", self.mean + 1))
-    before = bits(module.mean)
-    call(module)
-    assert bits(module.mean) == before
+    assert ({*vars(module)}, module._non_persistent_buffers_set) == (attributes, names)
+    assert (bits(module.mean), [*module._buffers], module.none) == (before, ["mean", "none"], None)
+    assert module.training
 
 
 def test_the_call_sees_the_given_buffers_and_leaves_them_as_they_are():
@@ -66,21 +73,6 @@ def test_the_call_sees_the_given_buffers_and_leaves_them_as_they_are():
     call(module, given)
     assert seen == [[8.0] * 3]
     assert (given["mean"].tolist(), given["mean"]._version) == ([7.0] * 3, 0)
-
-
-def test_a_buffer_that_is_none_is_none_again():
-    module = Doing(lambda self: setattr(self, "cache", torch.ones(2)))
-    module.register_buffer("cache", None)
-    call(module)
-    assert module.cache is None
-    assert list(module._buffers) == ["cache"]
-
-
-def test_a_buffer_registered_in_the_call_is_gone():
-    module = Doing(lambda self: self.register_buffer("late", torch.ones(2), persistent=False))
-    call(module)
-    assert not hasattr(module, "late")
-    assert module._non_persistent_buffers_set == set()
 
 
 def test_a_buffer_under_two_names_is_exchanged_under_both():
@@ -136,18 +128,6 @@ def test_a_plain_attribute_is_put_back(what: str):
         assert "it" not in vars(module) or repr(module.it) != before
     assert module.it is value
     assert repr(value) == before
-
-
-def test_attributes_created_in_the_call_are_gone():
-    module = Doing(lambda self: setattr(self, "last", torch.ones(2)))
-    call(module)
-    assert not hasattr(module, "last")
-
-
-def test_the_training_mode_is_put_back():
-    module = Doing(lambda self: self.eval())
-    call(module)
-    assert module.training
 
 
 def test_a_container_that_contains_itself_is_handled():

@@ -22,14 +22,6 @@ def stepped(state: dict[str, torch.Tensor]) -> OwnedStateRecipe:
     return recipe
 
 
-def test_unchanged_state_is_watched_in_full():
-    recipe = stepped({"a/weight": torch.ones(3)})
-    replay = recipe.begin(0, is_source=True)
-    replay.prepare([replay.describe()], 0)
-    assert recipe.share == 1.0
-    assert recipe.changed == []
-
-
 def test_state_that_cannot_be_signed_counts_as_unwatched():
     recipe = stepped({"a/weight": torch.ones(3, device="meta")})
     with pytest.raises(ReplayError, match="a meta tensor has no bytes"):
