@@ -145,16 +145,19 @@ def test_a_healthy_job_uses_small_groups_and_few_exchanges(tmp_path: Path):
         assert sum(each.operations.values()) <= (STEPS - 2) * EXCHANGES * 3 * levels, each.operations
 
 
-@pytest.mark.long_cases("another rank", "itself")
-@pytest.mark.parametrize("slow", [WRONG, 0], ids=["another rank", "itself"])
-def test_rank_0_finds_a_slow_rank_for_all(slow: int, tmp_path: Path):
+def slow_from(step: int) -> FaultPlan:
     faults = FaultPlan()
     for layer in (0, 1):
         faults = faults.delay(
-            rank=slow, at=f"stack.{layer}/forward", step=range(3, 10), seconds=0.3, calls=None
+            rank=WRONG, at=f"stack.{layer}/forward", step=range(step, STEPS + 1), seconds=0.3, calls=None
         )
-    found = run_ranks(trained, RANKS, tmp_path, faults, timeout=120)
-    assert [each.incidents for each in found] == [[("straggler", "rank", (slow,))]] * RANKS
+    return faults
+
+
+@pytest.mark.long
+def test_rank_0_finds_a_slow_rank_for_all(tmp_path: Path):
+    found = run_ranks(trained, RANKS, tmp_path, slow_from(3), timeout=120)
+    assert [each.incidents for each in found] == [[("straggler", "rank", (WRONG,))]] * RANKS
     assert [each.failures for each in found] == [[]] * RANKS
 
 
@@ -179,12 +182,7 @@ def test_training_does_not_wait_while_rank_0_looks_for_slow_ranks(tmp_path: Path
 
 
 def test_a_slow_rank_that_the_last_check_finds_is_recorded(tmp_path: Path):
-    faults = FaultPlan()
-    for layer in (0, 1):
-        faults = faults.delay(
-            rank=WRONG, at=f"stack.{layer}/forward", step=range(STEPS - 1, STEPS + 1), seconds=0.3, calls=None
-        )
-    found = run_ranks(trained, RANKS, tmp_path, faults, 0, False, True, timeout=120)
+    found = run_ranks(trained, RANKS, tmp_path, slow_from(STEPS - 1), 0, False, True, timeout=120)
     assert [each.failures for each in found] == [[]] * RANKS
     (incident,) = incidents(tmp_path)
     assert (incident.scope.value, incident.ranks, incident.step) == ("rank", (WRONG,), STEPS)

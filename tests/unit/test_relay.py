@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any, cast
 
@@ -181,27 +181,25 @@ def entry(rank: int, message: bytes) -> bytes:
     return struct.pack("<III", 1, rank, len(message)) + message
 
 
-HOSTILE: dict[str, Callable[[], bytes]] = {
-    "not compressed": lambda: b"batch",
-    "cut": lambda: zlib.compress(entry(0, post_of(report(0), 1)))[:-5],
-    "a message is cut": lambda: zlib.compress(entry(0, post_of(report(0), 1))[:-1]),
-    "an entry is cut": lambda: zlib.compress(entry(0, b"")[:-1]),
-    "ranks are cut": lambda: zlib.compress(struct.pack("<II", 1 << 31, 0)),
-    "a rank of another machine": lambda: zlib.compress(entry(4, post_of(report(1), 1))),
-    "a report of another rank": lambda: zlib.compress(entry(0, post_of(report(1), 1))),
-    "too long": lambda: zlib.compress(bytes(64 << 20)),
-    "no ranks": lambda: encode("unreachable"),
-    "ranks that are none": lambda: encode("unreachable", ranks=[[]]),
-}
-
-
-@pytest.mark.parametrize("name", HOSTILE)
-def test_a_hub_drops_what_a_relay_must_not_send(board: RelayedBoard, name: str):
+def test_a_hub_drops_what_a_relay_must_not_send(board: RelayedBoard):
+    hostile = [
+        b"batch",  # not compressed
+        zlib.compress(entry(0, post_of(report(0), 1)))[:-5],
+        zlib.compress(entry(0, post_of(report(0), 1))[:-1]),
+        zlib.compress(entry(0, b"")[:-1]),
+        zlib.compress(struct.pack("<II", 1 << 31, 0)),  # ranks are cut
+        zlib.compress(entry(4, post_of(report(1), 1))),  # of another machine
+        zlib.compress(entry(0, post_of(report(1), 1))),  # of another rank
+        zlib.compress(bytes(64 << 20)),
+        encode("unreachable"),
+        encode("unreachable", ranks=[[]]),
+    ]
     board.join(0, 1, 2)
     stranger: Any = connect(board.context, TOKEN, "relay 0", ("127.0.0.1", board.hub.port))
     assert stranger.poll(10_000, zmq.POLLOUT)
-    stranger.send(HOSTILE[name]())
-    board.until(lambda: board.hub.tally.malformed == 1)
+    for count, each in enumerate(hostile, 1):
+        stranger.send(each)
+        board.until(lambda count=count: board.hub.tally.malformed == count)
     stranger.close()
     board.lose_relay()
     time.sleep(0.2)  # its sockets are closed
