@@ -49,10 +49,9 @@ PUBLIC = [
 ]
 
 
-@pytest.mark.parametrize("name", PUBLIC)
-def test_every_public_method_works_and_does_nothing(session: Session, name: str, tmp_path: Path):
+def test_every_public_method_works_and_does_nothing(session: Session, tmp_path: Path):
     threads = threading.active_count()
-    for _ in range(2):
+    for name in [*PUBLIC, *PUBLIC]:
         found = getattr(session, name)
         positional, named = ARGUMENTS.get(name, ((), {}))
         value = found(*positional, **named) if callable(found) else found
@@ -81,13 +80,14 @@ def test_a_script_goes_on_as_without_torchscout(session: Session, caplog: pytest
 def test_the_reason_is_logged_once(session: Session, caplog: pytest.LogCaptureFixture):
     caplog.clear()
     torchscout.enable_resiliency(None)
-    assert caplog.messages == ["torchscout: off: the environment variable TORCHSCOUT switches torchscout off"]
+    (line,) = caplog.messages
+    assert "TORCHSCOUT" in line
 
 
-@pytest.mark.parametrize("value", ["0", "Off", "false", "no"])
-def test_values_that_switch_torchscout_off(monkeypatch: pytest.MonkeyPatch, value: str):
-    monkeypatch.setenv("TORCHSCOUT", value)
-    assert isinstance(torchscout.enable_resiliency(None), Off)
+def test_values_that_switch_torchscout_off(monkeypatch: pytest.MonkeyPatch):
+    for value in ("0", "Off", "false", "no"):
+        monkeypatch.setenv("TORCHSCOUT", value)
+        assert isinstance(torchscout.enable_resiliency(None), Off)
 
 
 def test_other_values_are_refused_and_on_changes_nothing(monkeypatch: pytest.MonkeyPatch):

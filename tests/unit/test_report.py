@@ -213,26 +213,26 @@ def test_damaged_files_are_noted_and_the_rest_is_shown(tmp_path: Path):
     page(document)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"step": "seven"},
-        {"ranks": [1 << 40]},
-        {"ranks": [[0]]},
-        {"sentence": {"a": 1}},
-        {"hosts": [None]},
-        {"time": 1e999},
-    ],
-)
-def test_a_line_that_no_recorder_writes_is_left_out(change: dict[str, object], tmp_path: Path):
+CHANGES: list[dict[str, object]] = [
+    {"step": "seven"},
+    {"ranks": [1 << 40]},
+    {"ranks": [[0]]},
+    {"sentence": {"a": 1}},
+    {"hosts": [None]},
+    {"time": 1e999},
+]
+
+
+def test_a_line_that_no_recorder_writes_is_left_out(tmp_path: Path):
     write_run(tmp_path)
     incidents = tmp_path / "incidents.jsonl"
     first, *others = [json.loads(line) for line in incidents.read_text().splitlines()]
-    incidents.write_text("\n".join(json.dumps(each) for each in ({**first, **change}, *others)) + "\n")
-    document = document_of(read_run(tmp_path))
-    assert [each["sentence"] for each in document["incidents"]] == ["Rank 1 is late."]
-    assert len(document["problems"]) == 1
-    page(document)
+    for change in CHANGES:
+        incidents.write_text("\n".join(json.dumps(each) for each in ({**first, **change}, *others)) + "\n")
+        document = document_of(read_run(tmp_path))
+        assert [each["sentence"] for each in document["incidents"]] == ["Rank 1 is late."], change
+        assert len(document["problems"]) == 1
+        page(document)
 
 
 def test_waits_of_a_deadlock_and_of_a_stall():

@@ -94,23 +94,13 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
-@pytest.mark.slow_except(
-    "*-amsgrad-False", "*-adafactor-False", "*-fused-False", "3-tensor lr-False", "3-odd-True"
-)
-@pytest.mark.parametrize("scheduled", [False, True])
+@pytest.mark.slow_except("amsgrad", "adafactor", "fused", "tensor lr", "odd")
 @pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("at", [0, 3])
-def test_an_interrupted_job_is_bitwise_the_uninterrupted_one(name: str, scheduled: bool, at: int):
-    whole, resumed = interrupted(job(OPTIMIZERS[name], scheduled), at=at)
-    assert all_bits(resumed) == all_bits(whole)
-    assert resumed.streams == whole.streams
-
-
-def test_one_changed_bit_fails_the_comparison():
-    whole, resumed = interrupted(job(OPTIMIZERS["amsgrad"]))
-    with torch.no_grad():
-        resumed.model.norm.running_mean[0] += 1e-7
-    assert all_bits(resumed) != all_bits(whole)
+def test_an_interrupted_job_is_bitwise_the_uninterrupted_one(name: str):
+    for scheduled, at in ((False, 0), (True, 3)):
+        whole, resumed = interrupted(job(OPTIMIZERS[name], scheduled), at=at)
+        assert all_bits(resumed) == all_bits(whole)
+        assert resumed.streams == whole.streams
 
 
 def test_several_optimizers_and_pipeline_stages_are_kept_each():
@@ -200,13 +190,8 @@ def test_state_that_may_change_at_any_time_is_listed_apart_from_state_that_updat
     assert "parameters/first.weight" in state.live
     assert "parameters/frozen.weight" in state.live
     assert not [name for name in state.tensors if "tied" in name], "tied weights are kept once"
-    assert {name.split("/")[0] for name in state.prompt} == {
-        "buffers",
-        "caches",
-        "optimizers",
-        "registered",
-        "rng",
-    }
+    prompt = {name.split("/")[0] for name in state.prompt}
+    assert prompt == {"buffers", "caches", "optimizers", "registered", "rng"}
     state = collect(StateParts(net, [], {}))
     assert "restless/lookup.weight" in state.prompt, "a forward pass scales these"
     assert state.bytes == sum(each.nbytes for each in state.tensors.values())
@@ -221,27 +206,20 @@ def test_gradients_are_not_part_of_the_state():
     assert str(through_bytes(ours.collect())) == str(before)
 
 
+def tensors_of(ours: Job) -> list[torch.Tensor]:
+    (optimizer,) = ours.optimizers
+    slots = [slot for slots in optimizer.state.values() for slot in slots.values()]
+    return [*ours.model.parameters(), *ours.model.buffers(), optimizer.param_groups[0]["lr"], *slots]
+
+
 def test_existing_tensors_are_filled_in_place():
     ours = job(OPTIMIZERS["tensor lr"])()
     ours.train(range(2))
-    kept, bits = through_bytes(ours.collect()), all_bits(ours)
-    (optimizer,) = ours.optimizers
-    held = [
-        *ours.model.parameters(),
-        *ours.model.buffers(),
-        optimizer.param_groups[0]["lr"],
-        *(slot for slots in optimizer.state.values() for slot in slots.values()),
-    ]
+    kept, bits, held = through_bytes(ours.collect()), all_bits(ours), tensors_of(ours)
     ours.train(range(2, 5))
-    optimizer.param_groups[0]["lr"].fill_(7.0)
+    ours.optimizers[0].param_groups[0]["lr"].fill_(7.0)
     ours.restore(kept)
-    again = [
-        *ours.model.parameters(),
-        *ours.model.buffers(),
-        optimizer.param_groups[0]["lr"],
-        *(slot for slots in optimizer.state.values() for slot in slots.values()),
-    ]
-    assert all(map(lambda one, other: one is other, held, again))
+    assert all(map(lambda one, other: one is other, held, tensors_of(ours)))
     assert all_bits(ours) == bits
 
 
@@ -307,54 +285,30 @@ def fitting() -> tuple[Job, Any]:
     return ours, through_bytes(ours.collect())
 
 
-class Elsewhere(Net):
-    def __init__(self) -> None:
-        super().__init__(width=16)
-        self.convolution = nn.Conv2d(2, 2, 2)
-
-
 def renamed(net: nn.Module) -> None:
     net.second = net.first
     del net.first
 
 
 MISFITS: dict[str, tuple[Callable[[Job], None], str]] = {
-    "shape": (
-        lambda ours: setattr(ours.model, "norm", nn.BatchNorm1d(16)),
-        r"parameter 'norm.weight' has shape \(16,\), had \(8,\)",
-    ),
-    "dtype": (
-        lambda ours: ours.model.norm.double(),
-        "parameter 'norm.weight' is float64, was float32",
-    ),
+    "shape": (lambda ours: setattr(ours.model, "norm", nn.BatchNorm1d(16)), r"norm.weight.*\(16,\).*\(8,\)"),
+    "dtype": (lambda ours: ours.model.norm.double(), "norm.weight.*float64.*float32"),
     "buffer dtype": (
         lambda ours: setattr(ours.model.norm, "running_mean", torch.zeros(8).half()),
-        "buffer 'norm.running_mean' is float16, was float32",
+        "norm.running_mean.*float16.*float32",
     ),
-    "name": (
-        lambda ours: renamed(ours.model),
-        "parameter 'first.weight' is in the checkpoint but not in.*'second.bias' is in this job but not in",
-    ),
+    "name": (lambda ours: renamed(ours.model), "first.weight.*second.bias"),
     "another optimizer": (
         lambda ours: setattr(ours, "optimizers", [torch.optim.SGD(trained(ours.model), lr=0.1)]),
-        "optimizer 0 is a torch.optim.sgd.SGD, was a torch.optim.adamw.AdamW",
+        "optimizer 0.*SGD.*AdamW",
     ),
-    "fewer optimizers": (
-        lambda ours: setattr(ours, "optimizers", []),
-        "there are 0 optimizers, there were 1",
-    ),
+    "fewer optimizers": (lambda ours: setattr(ours, "optimizers", []), "0 optimizers.* 1"),
     "other groups": (
         lambda ours: setattr(ours, "optimizers", [torch.optim.AdamW(trained(ours.model)[::-1])]),
-        "the parameter groups of optimizer 0 have different parameters, or in another order",
+        "groups of optimizer 0",
     ),
-    "not registered": (
-        lambda ours: setattr(ours, "registered", {}),
-        "registered state 'scheduler' is in the checkpoint but not in this job",
-    ),
-    "not kept": (
-        lambda ours: ours.registered.update(loader=Loader()),
-        "registered state 'loader' is in this job but not in the checkpoint",
-    ),
+    "not registered": (lambda ours: setattr(ours, "registered", {}), "scheduler"),
+    "not kept": (lambda ours: ours.registered.update(loader=Loader()), "loader"),
 }
 
 
