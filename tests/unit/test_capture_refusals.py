@@ -21,20 +21,6 @@ def test_an_evaluation_alone_is_the_reason_for_refusal():
         assert "called only without gradients: in an evaluation" in reason(capture)
 
 
-def test_a_module_that_was_not_called_is_reported():
-    with armed(doubling()) as capture:
-        assert reason(capture).startswith("it was not called in this step")
-
-
-def test_a_failure_is_not_hidden_by_a_later_evaluation():
-    module = calling(lambda self, x: x.to_dense() * self.weight)
-    with armed(module) as capture:
-        module(torch.ones(2).to_sparse())
-        with torch.no_grad():
-            module(torch.ones(2).to_sparse())
-        assert reason(capture) == "a torch.sparse_coo tensor of torch.float32 is among the inputs"
-
-
 def test_reentrant_checkpointing_is_reported():
     module = doubling()
     with armed(module) as capture:

@@ -103,13 +103,6 @@ def test_a_file_with_wrong_fields_is_refused(tmp_path: Path, change: dict, messa
         load(path)
 
 
-def test_a_reformatted_catalog_is_refused(tmp_path: Path):
-    path = tmp_path / "catalog.json"
-    path.write_text(json.dumps(document(made()), indent=1, sort_keys=True))
-    with pytest.raises(CatalogError, match="its digest does not match"):
-        load(path)
-
-
 def test_a_missing_file_and_a_list_are_refused(tmp_path: Path):
     with pytest.raises(CatalogError, match=r"cannot read .*No such file"):
         load(tmp_path / "none.json")
@@ -126,12 +119,6 @@ def test_a_catalog_that_cannot_be_written_says_so_and_leaves_nothing(tmp_path: P
     with pytest.raises(CatalogError, match=f"cannot write .*{message}"):
         save(made(), tmp_path / name)
     assert list(tmp_path.iterdir()) == [tmp_path / "folder"]
-
-
-def test_the_catalog_holds_under_its_own_facts_and_picks_the_projection():
-    catalog = made()
-    assert catalog.require(TiledMatmul(inner=3, outer=2, experts=2).facts()) is catalog.tables[0]
-    assert catalog.require(TiledMatmul(inner=2, outer=3, experts=2).facts()) is catalog.tables[1]
 
 
 def test_everything_that_drifted_is_named_with_both_values():

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import random
 import sys
 import warnings
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -21,41 +19,10 @@ from tests.support.replay_by_hand import (
     batch,
     differing,
     observations,
-    observe,
     sized,
 )
 from torchscout.replay.recipe import Mode, Observation
 from torchscout.utils.reentrancy import own_work
-
-
-def test_dropout_is_the_same_on_peers_that_stand_elsewhere():
-    found = []
-    job = Job(Block)
-    for module in job.modules:
-        module.dropout.register_forward_hook(lambda _, __, output: found.append(output.detach().clone()))
-    assert differing(observations(job.aligned())) == set()
-    assert all(torch.equal(found[0], each) for each in found)
-    assert (found[0] == 0).any()
-
-
-def test_python_and_numpy_draw_alike_too():
-    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
-        return x * self.weight * random.random() * np.random.rand()
-
-    job = Job(lambda: Calling(forward))
-    assert differing(observations(job.aligned())) == set()
-
-
-def test_a_replay_leaves_parameters_gradients_and_rng_unchanged():
-    job = Job(Block)
-    replays = job.aligned()
-    parameters = [(each._version, each.tolist(), each.grad.tolist()) for each in job.modules[0].parameters()]
-    streams = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
-    observe(replays[0])
-    observe(replays[0], 0.1)
-    assert parameters == [(e._version, e.tolist(), e.grad.tolist()) for e in job.modules[0].parameters()]
-    assert torch.equal(streams[0], torch.get_rng_state())
-    assert streams[1:] == (random.getstate(), np.random.get_state()[1].tolist())
 
 
 def test_autocast_is_the_sources_in_forward_and_off_in_backward():

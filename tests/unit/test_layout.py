@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -20,8 +19,6 @@ from torchscout.decision.consensus.signature import signature
 from torchscout.errors import ReplayError
 from torchscout.replay.capture.broadcast import (
     DTensorLayout,
-    as_dense,
-    captured,
     described,
     local_part,
     receive,
@@ -91,39 +88,6 @@ def test_a_whole_that_does_not_divide_evenly_keeps_its_shape():
     assert local_part(found).shape == (2, 3)
 
 
-def test_a_copy_is_not_changed_by_training():
-    given = laid(Shard(0), source_mesh())
-    copy = captured(given)
-    local_part(given).zero_()
-    assert local_part(copy).sum() == 15
-
-
-def test_a_captured_dtensor_requires_and_gets_gradients():
-    found = captured(laid(Shard(0), source_mesh())).detach().requires_grad_()
-    arriving = laid(Shard(0), source_mesh(), torch.ones(2, 3))
-    (gradient,) = torch.autograd.grad(found * 3, [found], arriving)
-    assert isinstance(gradient, DTensor)
-    assert local_part(gradient).tolist() == [[3, 3, 3], [3, 3, 3]]
-
-
-def test_gaps_in_a_local_part_are_closed():
-    sliced = torch.arange(12.0).view(2, 6)[:, ::2]
-    dense = as_dense(laid(Shard(0), source_mesh(), sliced))
-    assert isinstance(dense, DTensor)
-    assert local_part(dense).is_contiguous()
-    assert torch.equal(local_part(dense), sliced)
-
-
-def test_a_description_says_mesh_and_placements():
-    layout = described(laid(Shard(1), source_mesh()))["layout"]
-    assert layout == {
-        "mesh": {"device": "cpu", "shape": [2], "axes": ["tp"]},
-        "placements": [["shard", 1]],
-        "size": [2, 6],
-        "stride": [6, 1],
-    }
-
-
 @pytest.mark.parametrize(
     ("own", "message"),
     [
@@ -183,13 +147,6 @@ def test_gradients_of_dtensors_are_captured_and_arrive():
     assert isinstance(found, DTensor)
     assert (found.device_mesh, found.placements, found.shape) == (peer_mesh(), (Shard(0),), (4, 3))
     assert local_part(found).tolist() == [[0, 2, 4], [6, 8, 10]]
-
-
-def test_a_pending_collective_is_waited_for_and_arrives_as_a_plain_tensor():
-    pending = AsyncCollectiveTensor(torch.arange(3.0))
-    (found,) = arrived(call(pending), call(torch.zeros(3), keep=False)).leaves
-    assert type(found) is torch.Tensor
-    assert found.tolist() == [0, 1, 2]
 
 
 def test_a_buffer_that_is_a_dtensor_gets_room_on_the_peers_mesh():

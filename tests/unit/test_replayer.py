@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import threading
 from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from tests.support.planned_replay import Act, Planned, Rank, checked, fails, job, named, statuses
 from tests.support.thread_peers import CountedChannel, ThreadPeers, on_threads
 from tests.support.update_job import flip_lowest_bit
 from torchscout.decision.consensus.signature import PendingSignatures
-from torchscout.decision.repeatability import MAX_REPLAYS, Repeatability
 from torchscout.errors import ChannelError, ReplayError
-from torchscout.replay.recipe import Mode, Observation, Recipe, Replay
-from torchscout.replay.recipes.layer import LayerRecipe
+from torchscout.replay.recipe import Observation
 from torchscout.replay.recipes.replicated_state import ReplicatedStateRecipe
 from torchscout.replay.replayer import Replayer
 from torchscout.replay.schedule import Rotation
@@ -33,11 +29,6 @@ def test_healthy_ranks_agree_and_make_the_calls_in_their_order():
     assert [statuses(each.records) for each in outcomes] == [{"a/input": "agree", "a/output": "agree"}] * 3
     assert [each.repeats for each in outcomes] == [[]] * 3
     assert [rank.recipes[0].call_names() for rank in ranks] == [ORDER] * 3
-
-
-def test_records_have_the_shape_of_the_work():
-    for outcome in checked(job()):
-        assert {each.surface: each.shape for each in outcome.records} == {"a/input": (1,), "a/output": (1,)}
 
 
 def test_every_description_comes_to_every_peer_in_peer_order():
@@ -151,19 +142,6 @@ def wrong_output(rank: int, only: float | None = None) -> Act:
     return act
 
 
-def test_a_disagreement_is_replayed_on_every_rank_until_chance_is_excluded():
-    ranks = job(wrong_output(2))
-    for outcome in checked(ranks):
-        (repeated,) = outcome.repeats
-        assert named(outcome.records) == named(repeated.again) == {("a/output", "forward"): (2,)}
-        assert repeated.kind is Repeatability.PERSISTENT
-        assert 30 < repeated.replays < MAX_REPLAYS
-        assert len(repeated.again) == 1, "what repeats is kept once"
-    (replays,) = {rank.recipes[0].call_names().count("observe") for rank in ranks}
-    assert replays == repeated.replays
-    assert [rank.recipes[0].call_names().count("align") for rank in ranks] == [1, 1, 1]
-
-
 def test_a_rank_that_was_named_is_not_replayed_so_often_again():
     ranks = job(wrong_output(2))
     checked(ranks)
@@ -173,67 +151,9 @@ def test_a_rank_that_was_named_is_not_replayed_so_often_again():
     assert ranks[0].recipes[0].call_names().count("observe") == before + 2
 
 
-def test_what_differs_once_names_nobody_and_is_remembered():
-    seen = iter([1])
-    ranks = job(lambda rank, call, _: next(seen, 0) if (rank, call) == (2, "observe") else None)
-    for outcome in checked(ranks):
-        assert named(outcome.records) == {}
-        assert statuses(outcome.records) == {"a/input": "agree", "a/output": "not_checked"}
-        reason = outcome.records[1].reason
-        assert reason.startswith("undecided: rank 2 differed once in 64 replays")
-        assert outcome.repeats[0].kind is Repeatability.UNDECIDED
-    assert [rank.recipes[0].call_names().count("observe") for rank in ranks] == [MAX_REPLAYS] * 3
-
-
-def test_what_does_not_repeat_is_left_out_from_then_on():
-    """Every rank another number each time: the first further replay tells."""
-    counts = dict.fromkeys(range(3), 0)
-
-    def act(rank: int, call: str, _: float) -> int | None:
-        if call != "observe":
-            return None
-        counts[rank] += 1
-        return 100 * counts[rank] + rank
-
-    ranks = job(act)
-    for step in (1, 2, 3, 4):
-        (outcome, *others) = on_threads(
-            [rank.peers for rank in ranks], lambda peers, step=step: ranks[peers.rank].step(step)
-        )
-        assert all(statuses(each.records) == statuses(outcome.records) for each in others)
-        target = "ab"[(step - 1) % 2]
-        assert statuses(outcome.records) == {f"{target}/input": "agree", f"{target}/output": "not_checked"}
-        assert outcome.records[1].reason.startswith("nondeterministic kernel: replayed twice")
-        assert len(outcome.repeats) == (step < 3)
-    assert set(counts.values()) == {6}, "two targets, each of them replayed again once"
-    assert {*ranks[0].replayer.history.not_repeating()} == {"a/output", "b/output"}
-
-
-def test_a_disagreement_among_other_peers_calls_for_further_replays_here_too():
-    ranks = job(wrong_output(4), (0, 2, 4), (1, 3, 5))
-    outcomes = checked(ranks)
-    (replays,) = {rank.recipes[0].call_names().count("observe") for rank in ranks}
-    assert replays == outcomes[0].repeats[0].replays
-    assert named(outcomes[0].records) == {("a/output", "forward"): (4,)}
-    assert named(outcomes[1].records) == {}
-    assert outcomes[1].repeats == []
-
-
 def test_a_failed_rank_alone_calls_for_no_second_replay():
     ranks = job(fails(1, "observe"))
     assert [outcome.repeats for outcome in checked(ranks)] == [[]] * 3
-
-
-def test_variants_are_kept_apart():
-    ranks = job(wrong_output(1, only=0.1), variants=(1.0, 0.1, 10.0))
-    for outcome in checked(ranks):
-        assert named(outcome.records) == {("a/output", "forward x0.1"): (1,)}
-        assert len(outcome.records) == 6
-        assert sum(record.status == "agree" for record in outcome.records) == 5
-    for rank in ranks:
-        observed = [detail for call, detail in rank.recipes[0].calls if call == "observe"]
-        rounds = outcome.repeats[0].replays
-        assert observed == [1.0, 0.1, 10.0] * rounds
 
 
 def test_a_variant_that_fails_leaves_the_others():
@@ -452,64 +372,3 @@ def test_an_update_inside_the_backward_pass_is_not_checked():
         (record,) = outcome.records
         assert record.reason == "rank 0: the optimizer steps inside the backward pass"
     assert all(rank.recipes[0].call_names() == ["begin", "describe", "release"] for rank in ranks)
-
-
-class Alone:
-    """A replay that computes alone: switches and random streams are the whole process's."""
-
-    def __init__(self, replay: Replay, lock: threading.Lock) -> None:
-        self._replay, self._lock = replay, lock
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._replay, name)
-
-    def observe(self, seen: Observation) -> None:
-        with self._lock:
-            self._replay.observe(seen)
-
-
-class OneAtATime(Recipe):
-    """A recipe whose replays are alone when they compute."""
-
-    def __init__(self, recipe: Recipe, lock: threading.Lock) -> None:
-        self.kind, self.targets, self.varies = recipe.kind, recipe.targets, recipe.varies
-        self.is_gathered, self.is_swept = recipe.is_gathered, recipe.is_swept
-        self._recipe, self._lock = recipe, lock
-
-    def new_replay(self, *arguments: Any) -> Any:
-        return Alone(self._recipe.new_replay(*arguments), self._lock)
-
-
-def test_a_real_layer_and_all_state_name_the_rank_with_a_wrong_weight():
-    lock = threading.Lock()
-    ranks, modules = [], []
-    for peers in ThreadPeers.create_all((0, 1, 2, 3)):
-        torch.manual_seed(0)
-        module = nn.Linear(3, 2)
-        parameters = {f"model/{name}": each for name, each in module.named_parameters()}
-        surfaces: dict[torch.Tensor, str] = {each: surface for surface, each in parameters.items()}
-        recipes = [
-            ReplicatedStateRecipe(lambda held=parameters: {"parameters": held}),
-            LayerRecipe("layer", {"model": module}, surfaces, torch.device("cpu")),
-        ]
-        modules.append(module)
-        ranks.append(Rank(peers, [OneAtATime(recipe, lock) for recipe in recipes]))
-
-    def outcomes(step: int) -> list[Findings]:
-        for rank, module in zip(ranks, modules, strict=True):
-            rank.replayer.begin(step)
-            module(torch.full((2, 3), float(rank.rank))).square().sum().backward()
-        by_peers = {rank.peers: rank.replayer for rank in ranks}
-        return on_threads([rank.peers for rank in ranks], lambda peers: by_peers[peers].check(step))
-
-    for outcome in outcomes(1):
-        assert set(statuses(outcome.records).values()) == {"agree"}
-        assert "state/parameters" in statuses(outcome.records)
-    flip_lowest_bit(modules[3].weight)
-    for outcome in outcomes(2):
-        assert named(outcome.records) == {
-            ("model/weight", Mode.STATE): (3,),
-            ("model/parameters", Mode.STATE): (3,),
-        }
-        assert statuses(outcome.records)["model/output"] == "not_checked"
-        assert outcome.repeats
