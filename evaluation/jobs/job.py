@@ -28,11 +28,18 @@ from torch.distributed.tensor import DTensor
 
 from torchscout.attach import enable_resiliency
 from torchscout.collectives.call import SCOUT_GROUP
-from torchscout.config import CheckpointConfig, ObserverConfig, ReplayConfig
+from torchscout.config import (
+    BaselineConfig,
+    CheckpointConfig,
+    ObserverConfig,
+    ReplayConfig,
+    StragglerConfig,
+)
 from torchscout.decision.records import recorder
 from torchscout.decision.records.record import EvidenceRecord, Incident, Manifestation
 from torchscout.faults.injector import Injector
 from torchscout.faults.plan import FaultPlan
+from torchscout.session.checkpoints.resumption import Resumption
 from torchscout.session.session import Session
 
 _HOOKS = (
@@ -43,6 +50,11 @@ _HOOKS = (
     "_optimizer_step_pre_hooks",
     "_optimizer_step_post_hooks",
 )
+_UNEVEN: dict[str, Any] = {
+    "straggler": StragglerConfig(min_slowdown_ms=100.0),
+    "baseline": BaselineConfig(min_slowdown_ms=100.0),
+}
+"""Ranks that share a device do not share it evenly: one of them may really be slower for a while."""
 SLEEP_SECONDS = 8.0
 """How long a late rank sleeps: longer than ``min_silence_seconds`` of a trial with a late rank."""
 SLOW_SECONDS = 0.3
@@ -149,6 +161,7 @@ class Job:
             _repeat_yourself()
         self.report = Report()
         self.session: Session | None = None
+        self.resumption: Resumption | None = None
         self._model: Any = None
         self._optimizer: Any = None
         self._modules: Sequence[nn.Module] = ()
@@ -263,7 +276,7 @@ class Job:
             replay=ReplayConfig(
                 interval=trial.interval,
                 records="all" if trial.keeps_records else "summary",
-                **trial.replay,
+                **{**(_UNEVEN if self.device == "cuda" else {}), **trial.replay},
             ),
             observer=ObserverConfig(min_silence_seconds=trial.min_silence_seconds, address="127.0.0.1"),
             checkpoint=kept,
@@ -273,7 +286,8 @@ class Job:
         if kept is not None:
             for name, state in {**self._states, "position": self._position}.items():
                 session.register_state(name, state)
-            self.report.resumed = session.resume().step
+            self.resumption = session.resume()
+            self.report.resumed = self.resumption.step
         elif trial.attach_after:
             session.start_from(trial.attach_after)
 
@@ -415,15 +429,19 @@ def _flip(tensor: torch.Tensor) -> int:
 def _layer_names(model: nn.Module) -> list[str]:
     """Return the members of the first list of modules, or else the children of the model."""
     for name, module in model.named_modules():
-        if isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential) and len(module):
+        is_list = isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential) and len(module)
+        # A stage of a pipeline may be a list of models.
+        if is_list and not (module is model and isinstance(module, nn.ModuleList)):
             return [f"{name}.{child}" if name else child for child, _ in module.named_children()]
     return [name for name, _ in model.named_children()]
 
 
 def _bare(model: nn.Module) -> nn.Module:
-    for wrapper in ("_orig_mod", "module"):
-        while isinstance(inside := getattr(model, wrapper, None), nn.Module):
-            model = inside
+    """Return the model inside of its wrappers, in whatever order."""
+    while inside := [
+        each for name in ("_orig_mod", "module") if isinstance(each := getattr(model, name, None), nn.Module)
+    ]:
+        model = inside[0]
     return model
 
 

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812  as everywhere
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from evaluation.jobs.entry import Entry
+from evaluation.jobs.entry import Entry, Wrong
+from evaluation.jobs.float8 import in_float8, scaling_of
 from evaluation.jobs.job import Job
-from evaluation.jobs.models import GPT, LENGTH, next_token_loss, text
-from tests.support.fp8_layers import Float8Linear
+from evaluation.jobs.models import GPT, LENGTH, REPLICATED, Block, next_token_loss, text
 
 Context = Callable[[], AbstractContextManager[object]]
 
@@ -48,12 +51,9 @@ def compiled(job: Job) -> None:
 
 
 def float8(job: Job) -> None:
-    """Products in float8 with delayed scaling, whose state is in buffers."""
-    model = GPT()
-    for block in model.blocks:
-        block.up = Float8Linear(block.up.in_features, block.up.out_features, is_held=False)
-        block.down = Float8Linear(block.down.in_features, block.down.out_features, is_held=False)
-    _nanogpt(job, DistributedDataParallel(model))
+    """Products in float8 with delayed scaling, whose state is in buffers and in objects."""
+    model = in_float8(GPT())
+    _nanogpt(job, DistributedDataParallel(model), state=scaling_of(model))
 
 
 def accumulation(job: Job) -> None:
@@ -91,9 +91,19 @@ def lora(job: Job) -> None:
 
 
 def _nanogpt(
-    job: Job, model: nn.Module, *, around: Context = nullcontext, scaled: bool = False, parts: int = 1
+    job: Job,
+    model: nn.Module,
+    *,
+    around: Context = nullcontext,
+    scaled: bool = False,
+    parts: int = 1,
+    state: Any = None,
+    lengths: tuple[int, ...] = (LENGTH,),
 ) -> None:
-    """Warmup and cosine decay, clipped gradients, decay for matrices only."""
+    """Warmup and cosine decay, clipped gradients, decay for matrices only.
+
+    ``state`` is what the model has besides parameters and buffers.
+    """
     trained = [each for each in model.parameters() if each.requires_grad]
     optimizer = torch.optim.AdamW(
         [
@@ -104,12 +114,14 @@ def _nanogpt(
         betas=(0.9, 0.95),
     )
     scaler = torch.amp.GradScaler(job.device, enabled=scaled)
-    job.attach(model, optimizer, states={"scaler": scaler}, also=lambda: [scaler.state_dict()])
+    states = {"scaler": scaler, **({} if state is None else {"own": state})}
+    job.attach(model, optimizer, states=states, also=lambda: [each.state_dict() for each in states.values()])
     for step in job.steps():
         for group in optimizer.param_groups:
             group["lr"] = _rate(step)
         for part in range(parts):
-            tokens, targets = text(step, job.rank, part)
+            length = lengths[(step + job.rank) % len(lengths)]
+            tokens, targets = (each[:, :length] for each in text(step, job.rank, part))
             with nullcontext() if part == parts - 1 else model.no_sync():
                 with around():
                     loss = next_token_loss(model(tokens), targets) / parts
@@ -139,6 +151,74 @@ class Recomputing(GPT):
         for block in self.blocks:
             x = checkpoint(block, x, use_reentrant=self.reentrant)
         return self.head(self.norm(x))
+
+
+class Unusual(Block):
+    """Is called by name, also with what is no tensor, and returns a tree; changes its input; draws numbers
+    from generators of Python, NumPy and its own; counts calls in a buffer and in an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own, self.calls = torch.Generator(device="cpu").manual_seed(5), 0
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+
+    def forward(  # type: ignore[override]
+        self, *, hidden: torch.Tensor, mask: torch.Tensor | None, scale: int, how: Any
+    ) -> dict[str, Any]:
+        self.calls += 1
+        self.seen += 1
+        noise = torch.rand(hidden.shape, generator=self.own, device="cpu").to(hidden.device)
+        hidden.add_(noise * (random.random() + np.random.rand()))
+        x = how(super().forward(hidden)) * scale
+        return {"hidden": x, "extra": (None, x.mean().detach(), x.sum()), "kind": "tree", "mask": mask}
+
+
+class UnusualGPT(GPT):
+    """Its embedding and its head share their weight, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Unusual(), Unusual()])
+        self.head.weight = self.tokens.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
+        for block in self.blocks:
+            out = block(hidden=x, mask=None, scale=2, how=torch.tanh)
+            x = out["hidden"] + 0.01 * out["extra"][2]
+        return self.head(self.norm(x))
+
+    def own_state(self) -> OwnState:
+        return OwnState([each for each in self.blocks if isinstance(each, Unusual)])
+
+
+class OwnState:
+    """Generators and counters of layers, and the generators of Python and NumPy."""
+
+    def __init__(self, blocks: list[Unusual]) -> None:
+        self._blocks = blocks
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "own": [each.own.get_state() for each in self._blocks],
+            "calls": [each.calls for each in self._blocks],
+            "python": repr(random.getstate()),
+            "numpy": np.random.get_state()[1].tolist(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """What Python and NumPy draw is part of every checkpoint."""
+        for block, own, calls in zip(self._blocks, state["own"], state["calls"], strict=True):
+            block.own.set_state(own)
+            block.calls = calls
+
+
+def unusual_layers(job: Job) -> None:
+    """The length of sequences differs from rank to rank and from step to step."""
+    random.seed(2)
+    np.random.seed(3)
+    net = UnusualGPT()
+    _nanogpt(job, DistributedDataParallel(net), state=net.own_state(), lengths=(3, 4, 5, 6))
 
 
 class SquaredReLU(torch.autograd.Function):
@@ -212,24 +292,56 @@ def lstm(job: Job) -> None:
 
 
 _NO_HOOK = "not tried: compiled code cannot hold the hook"
+_ON_CUDA = ("healthy", "slow_then_flipped")
+WRONG = {
+    "output": Wrong("blocks.1/output", 2),
+    "gradient": Wrong("blocks.1/grad_input", 2),
+    "weight": Wrong("blocks.0.up/weight", 2, calls=range(1)),
+    "average": Wrong("blocks.0.up/weight.exp_avg_sq", 0, calls=range(1)),
+}
+_OUTPUT = {"output": WRONG["output"]}
+
 JOBS: dict[str, Entry] = {
     "nanogpt": Entry(
         fp32,
+        compared=REPLICATED,
+        unchecked=(),
+        wrong=WRONG,
         in_test=("healthy", "slow_then_flipped", "late", "killed", "diverging", "closed", "resumed"),
+        in_ci=("wrong_number:gradient", "wrong_number:average"),
+        on_cuda=_ON_CUDA,
     ),
-    "nanogpt-bf16": Entry(bf16, patience=3),
-    "nanogpt-fp16": Entry(fp16, patience=4),
-    "nanogpt-compiled": Entry(compiled, patience=3, not_slowed=_NO_HOOK),
-    "nanogpt-float8": Entry(float8),
-    "nanogpt-accumulation": Entry(accumulation),
-    "activation-offload": Entry(activation_offload),
-    "checkpointing": Entry(checkpointing),
+    "nanogpt-bf16": Entry(bf16, compared=REPLICATED, unchecked=(), patience=3, on_cuda=_ON_CUDA),
+    "nanogpt-fp16": Entry(fp16, compared=REPLICATED, unchecked=(), patience=4, on_cuda=_ON_CUDA),
+    "nanogpt-compiled": Entry(
+        compiled, compared=REPLICATED, unchecked=(), patience=3, not_slowed=_NO_HOOK, on_cuda=_ON_CUDA
+    ),
+    "nanogpt-float8": Entry(
+        float8,
+        compared=REPLICATED,
+        unchecked=(),
+        wrong={"output": Wrong("blocks.1.up/output", 2, surface="blocks.1/output")},
+        in_ci=("healthy", "wrong_number:output"),
+        on_cuda=(*_ON_CUDA, "wrong_number:output", "late", "resumed"),
+    ),
+    "nanogpt-accumulation": Entry(
+        accumulation, compared=REPLICATED, unchecked=(), in_ci=("healthy",), on_cuda=_ON_CUDA
+    ),
+    "activation-offload": Entry(activation_offload, compared=REPLICATED, unchecked=(), on_cuda=_ON_CUDA),
+    "checkpointing": Entry(
+        checkpointing, compared=REPLICATED, unchecked=(), in_ci=("healthy",), on_cuda=_ON_CUDA
+    ),
     "checkpointing-reentrant": Entry(
         checkpointing_reentrant,
         not_slowed="layers that use_reentrant=True recomputes are not replayed",
+        unchecked=("blocks.*",),
+        on_cuda=_ON_CUDA,
     ),
-    "custom-function": Entry(custom_function),
-    "lora": Entry(lora),
-    "reinforcement": Entry(reinforcement),
-    "lstm": Entry(lstm),
+    "custom-function": Entry(custom_function, unchecked=(), wrong=_OUTPUT, on_cuda=_ON_CUDA),
+    "lora": Entry(lora, unchecked=(), on_cuda=_ON_CUDA),
+    "reinforcement": Entry(reinforcement, compared=REPLICATED, unchecked=()),
+    "lstm": Entry(lstm, unchecked=(), on_cuda=_ON_CUDA),
+    "unusual-layers": Entry(
+        unusual_layers, unchecked=(), wrong=_OUTPUT, in_test=("healthy",), in_ci=("slow_then_flipped",)
+    ),
 }

@@ -7,6 +7,37 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812  as everywhere
 
 VOCABULARY, LENGTH, WIDTH, HEADS = 48, 12, 24, 2
+LAYERS = ("tokens", "positions", "blocks.0", "blocks.1", "head")
+"""What is replayed of the GPT."""
+UPDATES = tuple(
+    f"optimizer/{what}"
+    for what in ("input", "param", "slot.exp_avg", "slot.exp_avg_sq", "slot.step", "update", "reproduced")
+)
+OF_LAYERS = (
+    *(f"{layer}/{what}" for layer in LAYERS for what in ("input", "parameters", "output")),
+    *("blocks.0/grad_input", "blocks.1/grad_input", "head/grad_input"),
+    *("tokens/weight.grad", "positions/weight.grad", "head/weight.grad"),
+    *(
+        f"blocks.{block}.{part}.grad"
+        for block in (0, 1)
+        for part in ("norm1/weight", "norm2/bias", "attention.proj/weight", "up/weight", "down/bias")
+    ),
+)
+REPLICATED = (*OF_LAYERS, *UPDATES, "state/parameters", "state/optimizer")
+OWNED = (*OF_LAYERS, *UPDATES, "state/owned")
+"""All that is compared of the GPT with AdamW, if ranks hold copies of its state, or parts of it."""
+
+
+class Product(nn.Module):
+    """Every token looks at those before it, or at all."""
+
+    def __init__(self, causal: bool = True, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.causal, self.dropout = causal, dropout
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        dropout = self.dropout if self.training else 0.0
+        return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=self.causal)
 
 
 class Attention(nn.Module):
@@ -14,13 +45,12 @@ class Attention(nn.Module):
         super().__init__()
         self.qkv = nn.Linear(WIDTH, 3 * WIDTH, bias=False)
         self.proj = nn.Linear(WIDTH, WIDTH, bias=False)
-        self.causal, self.dropout = causal, dropout
+        self.product = Product(causal, dropout)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        rows, length, _ = x.shape
-        heads = self.qkv(x).view(rows, length, 3, -1, WIDTH // HEADS).permute(2, 0, 3, 1, 4)
-        dropout = self.dropout if self.training else 0.0
-        y = F.scaled_dot_product_attention(*heads, dropout_p=dropout, is_causal=self.causal)
+        qkv = self.qkv(x)
+        rows, length, _ = qkv.shape
+        y = self.product(*qkv.view(rows, length, 3, -1, WIDTH // HEADS).permute(2, 0, 3, 1, 4))
         return self.proj(y.transpose(1, 2).reshape(rows, length, -1))
 
 
@@ -53,6 +83,20 @@ class GPT(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x))
+
+
+def surfaces_of(net: nn.Module, prefix: str = "") -> set[str]:
+    """What is compared of a GPT, or of those parts of one that a pipeline stage has."""
+    first = [name for name in ("tokens", "positions") if getattr(net, name, None) is not None]
+    later = [f"blocks.{name}" for name, _ in net.blocks.named_children()]
+    later += ["head"] if net.head is not None else []
+    weights = [name.rpartition(".") for name, _ in net.named_parameters() if not name.startswith("norm.")]
+    found = {
+        *(f"{part}/{what}" for part in first + later for what in ("input", "parameters", "output")),
+        *(f"{part}/grad_input" for part in later),
+        *(f"{owner}/{weight}.grad" for owner, _, weight in weights),
+    }
+    return {prefix + each for each in found}
 
 
 class Residual(nn.Module):

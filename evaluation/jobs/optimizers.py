@@ -154,10 +154,13 @@ def _states(optimizer: torch.optim.Optimizer) -> list[dict]:
     return [optimizer.state.get(each, {}) for group in optimizer.param_groups for each in group["params"]]
 
 
+_ON_CUDA = ("healthy", "slow_then_flipped")
 JOBS: dict[str, Entry] = {
-    "muon-gathering": Entry(muon_gathering),
-    "sharded-by-hand": Entry(sharded_by_hand, flip="reported"),
-    "zero-redundancy": Entry(zero_redundancy, flip="reported"),
-    "torch-muon": Entry(torch_muon),
-    "adafactor": Entry(adafactor),
+    "muon-gathering": Entry(muon_gathering, unchecked=(), in_ci=("healthy",), on_cuda=_ON_CUDA),
+    "sharded-by-hand": Entry(
+        sharded_by_hand, flip="reported", unchecked=(), in_ci=("healthy",), on_cuda=_ON_CUDA
+    ),
+    "zero-redundancy": Entry(zero_redundancy, flip="reported", unchecked=(), on_cuda=_ON_CUDA),
+    "torch-muon": Entry(torch_muon, unchecked=(), on_cuda=_ON_CUDA),
+    "adafactor": Entry(adafactor, unchecked=(), on_cuda=_ON_CUDA),
 }

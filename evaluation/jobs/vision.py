@@ -184,13 +184,14 @@ def distillation(job: Job) -> None:
         optimizer.step()
 
 
+_ON_CUDA = ("healthy", "slow_then_flipped")
 JOBS: dict[str, Entry] = {
-    "resnet": Entry(resnet),
-    "resnet-local-statistics": Entry(resnet_local_statistics),
+    "resnet": Entry(resnet, unchecked=(), in_ci=("healthy",), on_cuda=_ON_CUDA),
+    "resnet-local-statistics": Entry(resnet_local_statistics, unchecked=(), on_cuda=_ON_CUDA),
     "vit": Entry(vit),
     "ema-averaged-model": Entry(ema_averaged_model),
-    "ema-by-hand": Entry(ema_by_hand),
-    "gan": Entry(gan),
+    "ema-by-hand": Entry(ema_by_hand, on_cuda=_ON_CUDA),
+    "gan": Entry(gan, in_ci=("healthy",), on_cuda=_ON_CUDA),
     "gan-generator-only": Entry(
         gan_generator_only, not_resumed="the discriminator's state is not registered"
     ),
