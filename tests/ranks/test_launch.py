@@ -99,8 +99,8 @@ def test_a_script_trains_with_the_same_bits_and_is_checked(tmp_path: Path):
     for alone, watched, _, checks in answers:
         assert watched == alone
         assert checks >= 2
-    sentence = "scout run attached to DistributedDataParallel(Sequential) and AdamW after step 1"
-    assert [sum(sentence in line for line in lines) for _, _, lines, _ in answers] == [1, 0]
+    attached = "attached to DistributedDataParallel(Sequential) and AdamW after step 1"
+    assert [sum(attached in line for line in lines) for _, _, lines, _ in answers] == [1, 0]
     assert incidents(tmp_path) == []
 
 
@@ -146,13 +146,12 @@ def two_models(rank: int, run_dir: Path) -> tuple[int, int]:
             optimizer.step()
     opened = session()
     assert opened is not None
-    return log.having("it is not clear which is the model that SGD and SGD trains"), opened.step
+    return log.having("not clear which is the model"), opened.step
 
 
 def test_of_two_models_none_is_attached_and_hangs_are_still_watched(tmp_path: Path):
     answers = run_ranks(two_models, 2, tmp_path, timeout=90)
-    assert sum(count for count, _ in answers) == 1, "one rank says so"
-    assert [steps for _, steps in answers] == [3, 3], "steps are counted all the same"
+    assert sorted(answers) == [(0, 3), (1, 3)], "one rank says so, and steps are counted all the same"
 
 
 def own_session(rank: int, run_dir: Path, before: int) -> tuple[bool, int, int]:
@@ -179,20 +178,18 @@ def test_a_script_that_attaches_itself_has_its_own_session(before: int, tmp_path
     assert run_ranks(own_session, 2, tmp_path, before, timeout=90) == [(True, 3, each) for each in said]
 
 
-def partly(rank: int, run_dir: Path) -> tuple[int, bool, float]:
+def partly(rank: int, run_dir: Path) -> tuple[int, bool]:
     """Rank 1 was not started by `scout run`."""
-    log, begin = Log(), time.monotonic()
+    log = Log()
     if rank == 0:
         log = join(run_dir, attach_seconds=1.0)
     trained(rank)
-    found = log.having("the script runs without: after 1 s only 1 of 2 ranks were there")
-    return found, rank == 1 or session() is None, time.monotonic() - begin
+    found = log.having("only 1 of 2 ranks were there")
+    return found, rank == 1 or session() is None
 
 
 def test_ranks_that_were_not_started_by_scout_run_block_nobody(tmp_path: Path):
-    answers = run_ranks(partly, 2, tmp_path, timeout=60)
-    assert [found for found, _, _ in answers] == [1, 0]
-    assert all(nothing for _, nothing, _ in answers)
+    assert run_ranks(partly, 2, tmp_path, timeout=60) == [(1, True), (0, True)]
 
 
 def never_updates(rank: int, run_dir: Path) -> tuple[int, bool]:
@@ -205,7 +202,7 @@ def never_updates(rank: int, run_dir: Path) -> tuple[int, bool]:
             model(torch.randn(4, 16)).sum().backward()
             optimizer.step()
         dist.all_reduce(torch.ones(4))
-    return log.having("slow ranks: after 1 s only 1 of 2 ranks were there"), session() is not None
+    return log.having("only 1 of 2 ranks were there"), session() is not None
 
 
 def test_a_rank_that_never_updates_a_model_blocks_nobody(tmp_path: Path):

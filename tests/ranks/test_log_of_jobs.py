@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -61,18 +60,12 @@ def test_the_log_of_a_healthy_job_is_short_and_complete(tmp_path: Path):
     assert others == []
     assert len(lines) <= MOST_LINES, lines
     assert all(line.startswith("torchscout: ") for line in lines), lines
-    expected = [
-        rf"attached to 2 ranks on 1 machine; run directory: {tmp_path / 'run'}",
-        "hang detection is on: ",
-        "checks every 20 steps: All of the parameters are compared among replicas",
-        f"certified state is kept in memory and written to {tmp_path / 'checkpoints'} from time to time",
-        "resume: step 0: There is no checkpoint to go back to",
-        "after the first cycle of checks: ",
-        f"the checkpoint of step {STEPS} is in {tmp_path / 'checkpoints'}",
-        rf"rank 0: finished after step {STEPS}; no incidents; certified up to step {STEPS}",
-    ]
-    for line, pattern in zip(lines, expected, strict=True):
-        assert re.match(f"torchscout: {pattern}", line), line
+    first, last = lines[0], lines[-1]
+    assert "2 ranks" in first
+    assert str(tmp_path / "run") in first
+    assert sum(str(tmp_path / "checkpoints") in line for line in lines) == 2, "before and after the training"
+    assert "no incidents" in last
+    assert last.count(f"step {STEPS}") == 2, "it has ended, and is certified up to there"
 
 
 def unwatched_job(rank: int, folder: Path) -> None:
@@ -84,13 +77,13 @@ def unwatched_job(rank: int, folder: Path) -> None:
 
 def test_uncovered_parts_are_logged_at_attach(tmp_path: Path):
     run_ranks(unwatched_job, 2, tmp_path, timeout=60)
-    _, *lines, _ = lines_of(tmp_path, 0)
-    reason = "there is no optimizer whose update would end a step"
-    assert lines == [
-        "torchscout: hang detection is off: observer=None",
-        f"torchscout: corrupted numbers and slow ranks are not detected: {reason}",
-        "torchscout: checkpoints are off: checkpoint=None",
-    ]
+    _, hangs, numbers, checkpoints, _ = lines_of(tmp_path, 0)
+    for line, reason in (
+        (hangs, "observer=None"),
+        (numbers, "no optimizer"),
+        (checkpoints, "checkpoint=None"),
+    ):
+        assert reason in line
     assert lines_of(tmp_path, 1) == []
 
 
@@ -129,15 +122,11 @@ def test_incidents_are_logged_and_passed_on_on_every_rank_without_a_run_director
     logs = [lines_of(tmp_path, rank) for rank in range(3)]
     incidents = [[line for line in lines if "incident (" in line] for lines in logs]
     assert [len(each) for each in incidents] == [2, 0, 0], incidents
-    assert incidents[0][0].startswith("torchscout: incident (sdc) at step 3: Rank 2 ")
-    assert incidents[0][1].startswith("torchscout: incident (hang) at step ")
-    assert any("resolved after" in line for line in logs[0])
-    assert any("run directory: what observers find cannot be written there" in line for line in logs[0])
-    assert logs[0][-1].startswith("torchscout: rank 0: ")
-    assert "finished after step 8; incidents: 1 hang and 1 sdc" in "\n".join(logs[0])
+    assert all(each in incidents[0][0] for each in ("sdc", "step 3", "Rank 2")), incidents
+    assert "hang" in incidents[0][1]
+    assert "1 hang and 1 sdc" in logs[0][-1]
     for lines in logs:
-        assert any("[Errno 17] File exists" in line for line in lines), "each rank says that it cannot write"
-        assert all(line.startswith("torchscout: ") for line in lines), lines
+        assert any("File exists" in line for line in lines), "each rank says that it cannot write"
 
 
 def late_job(rank: int, folder: Path) -> None:

@@ -33,6 +33,10 @@ def reports(job: Job, folder: Path) -> list[Result]:
     return results
 
 
+def wrong(rank: int) -> FaultPlan:
+    return FaultPlan().flip_bit(rank=rank, at=f"{GEMM}/output", step=since(2), bit=20, calls=None)
+
+
 def found(report: dict[str, Any]) -> list[tuple[str, str, list[int]]]:
     return [(each["manifestation"], each["scope"], each["ranks"]) for each in report["incidents"]]
 
@@ -49,31 +53,14 @@ def test_healthy_ranks_are_silent_and_everything_is_covered(tmp_path: Path):
     assert coverage["not_checked"] == {}
 
 
-def test_the_document_has_the_fields_that_others_read(tmp_path: Path):
-    faults = FaultPlan().flip_bit(rank=1, at=f"{GEMM}/output", step=since(2), bit=20, calls=None)
-    report = reports(Job(("a", "a", "a"), faults=faults), tmp_path)[0].report
-    assert [*report] == [
-        *("schema", "kind", "conclusion", "exit_code", "reasons", "ranks", "hosts", "incidents"),
-        *("devices", "coverage", "seconds", "checks", "run_dir"),
-    ]
-    assert (report["schema"], report["kind"]) == (1, "preflight")
-    assert {*report["incidents"][0]} == {
-        *("manifestation", "scope", "named", "ranks", "hosts", "surface", "sentence"),
-    }
-    assert {*report["devices"][0]} == {"rank", "host", "name", "uuid"}
-    assert {*report["coverage"]} == {"layers", "recipes", "links", "not_checked"}
-
-
 def test_wrong_results_name_their_rank(tmp_path: Path):
-    faults = FaultPlan().flip_bit(rank=2, at=f"{GEMM}/output", step=since(2), bit=20, calls=None)
-    report = reports(Job(FOUR, faults=faults), tmp_path)[0].report
+    report = reports(Job(FOUR, faults=wrong(2)), tmp_path)[0].report
     assert (report["exit_code"], report["ranks"], report["hosts"]) == (1, [2], ["b"]), report
     assert {each[0] for each in found(report)} == {"sdc"}
 
 
 def test_two_ranks_that_differ_are_undecided(tmp_path: Path):
-    faults = FaultPlan().flip_bit(rank=1, at=f"{GEMM}/output", step=since(2), bit=20, calls=None)
-    report = reports(Job(("a", "b"), faults=faults), tmp_path)[0].report
+    report = reports(Job(("a", "b"), faults=wrong(1)), tmp_path)[0].report
     assert (report["conclusion"], report["exit_code"], report["ranks"]) == ("undecided", 2, [])
     assert {each[1:] == ("peer_group", [0, 1]) for each in found(report)} == {True}, report["incidents"]
 
@@ -125,8 +112,7 @@ def test_the_command_starts_the_launcher_and_shows_a_page(tmp_path: Path):
     files = (f"--run-dir={run_dir}", f"--output={output}", f"--html={page}")
     done = scout("--seconds=12", *files, launcher=torchrun(3))
     assert done.returncode == 0, (done.stdout, done.stderr)
-    assert done.stdout.startswith("Preflight of 3 ranks on 1 machine: nothing was found, after ")
-    assert "attention_flash" in done.stdout
+    assert "3 ranks on 1 machine" in done.stdout
     assert json.loads(output.read_text())["conclusion"] == "healthy"
     assert "attention_flash" in page.read_text()
     assert "<script" not in page.read_text()
@@ -138,12 +124,12 @@ def test_one_rank_cannot_be_compared(tmp_path: Path):
     assert "there is only one" in json.loads(done.stdout)["reasons"][0]
 
 
-@pytest.mark.parametrize("size", range(2, 17))
-def test_all_pairs_of_a_small_job_are_linked_once(size: int):
-    rounds = links_among([f"host-{rank}" for rank in range(size)])
-    ranks = [link.ranks for links in rounds for link in links]
-    assert len(ranks) == len({*ranks})
-    assert sum(len(each) == 2 for each in ranks) == size * (size - 1) // 2
-    for links in rounds:  # in each round a rank has one link at most
-        members = [rank for link in links for rank in link.ranks]
-        assert len(members) == len({*members})
+def test_all_pairs_of_a_small_job_are_linked_once():
+    for size in range(2, 17):
+        rounds = links_among([f"host-{rank}" for rank in range(size)])
+        ranks = [link.ranks for links in rounds for link in links]
+        assert len(ranks) == len({*ranks})
+        assert sum(len(each) == 2 for each in ranks) == size * (size - 1) // 2
+        for links in rounds:  # in each round a rank has one link at most
+            members = [rank for link in links for rank in link.ranks]
+            assert len(members) == len({*members})
