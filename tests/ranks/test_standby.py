@@ -69,7 +69,7 @@ def test_one_agent_too_many_waits_and_a_restart_keeps_the_machines(job: Job):
     job.agents.start("b")
     assert job.started(2) == ["a", "b"]
     job.agents.start("c", join_timeout="6")  # which does not count while it waits
-    job.agents.until_said("c", "this machine, c, is a standby: the job has all machines that it needs")
+    job.agents.until_said("c", "this machine, c, is a standby")
     job.fail()
     assert job.started(2) == ["a", "b"]
     job.stays(10)
@@ -87,10 +87,9 @@ def test_a_standby_replaces_a_quarantined_machine_and_its_relaunched_agent_stays
     job.agents.until_said("c", "is a standby")
     job.fail(exclude="a")
     assert job.started(2) == ["b", "c"]
-    refused = "is quarantined and runs no workers. Replace a: it is bad. This agent waits until the job ends."
-    job.agents.until_said("a", f"this machine, a, {refused}")
+    job.agents.until_said("a", "this machine, a, is quarantined")
     job.agents.start("relaunched", host="a")
-    job.agents.until_said("relaunched", f"this machine, a, {refused}")
+    job.agents.until_said("relaunched", "this machine, a, is quarantined")
     job.stays()
     job.fail()
     assert job.started(2) == ["b", "c"]
@@ -104,9 +103,7 @@ def test_with_an_empty_pool_the_job_says_so_and_continues_with_a_late_standby(jo
     job.agents.start("b")
     assert job.started(2) == ["a", "b"]
     job.fail(exclude="b")
-    job.agents.until_said(
-        "a", "1 of 2 machines have joined the job, and b must not. Start torchrun on another"
-    )
+    job.agents.until_said("a", "1 of 2 machines have joined the job, and b must not")
     job.agents.start("c")
     assert job.started(2) == ["a", "c"]
     job.end()
@@ -121,8 +118,8 @@ def test_with_an_empty_pool_the_job_ends_after_the_time_to_join(job: Job):
     job.fail(exclude="b")
     status, quarantined = job.agents.wait("a", "b")
     assert (status != 0, quarantined) == (True, 0), job.agents.everything()
-    assert "the job ends: too few machines joined in time" in job.agents.said("a")
-    assert "the job has ended without this machine, b" in job.agents.said("b")
+    assert "too few machines" in job.agents.said("a")
+    assert "without this machine, b" in job.agents.said("b")
 
 
 @slow
@@ -149,8 +146,8 @@ def test_without_the_machine_of_the_store_the_job_ends_with_a_reason(job: Job):
     status, standby = job.agents.wait("b", "c")
     job.end()  # for the worker of the agent that was killed
     assert (status != 0, standby) == (True, 0), job.agents.everything()
-    assert f"the store of the rendezvous, localhost:{job.agents.port}, cannot be" in job.agents.said("b")
-    assert "with --rdzv-endpoint on another machine" in job.agents.said("b")
+    assert f"localhost:{job.agents.port}" in job.agents.said("b")
+    assert "--rdzv-endpoint" in job.agents.said("b")
 
 
 def plan(action: Action, *hosts: str) -> RestartPlan:
@@ -178,7 +175,7 @@ def test_a_job_that_was_stopped_does_not_start(job: Job):
     plan(Action.STOP).write(job.folder / "plan")
     job.agents.start("a", hosts_store=True, plan=str(job.folder / "plan"))
     assert job.agents.wait("a")[0] != 0
-    assert "An earlier run decided: stop: something is wrong." in job.agents.said("a")
+    assert plan(Action.STOP).sentence in job.agents.said("a")
     assert not [*job.folder.glob("started-*")]
 
 

@@ -71,8 +71,6 @@ def test_a_late_rank_on_another_machine_than_the_hub_is_named(
     (incident,) = incidents(tmp_path)
     assert (incident.manifestation, incident.scope) == (Manifestation.HANG, Scope.RANK)
     assert (incident.ranks, incident.hosts) == ((2,), ("two",))
-    assert "Rank 2 on two has not entered" in incident.sentence
-    assert "3 ranks wait for it" in incident.sentence
     (resolved,) = resolutions(tmp_path)
     assert resolved.ranks == (2,)
 
@@ -111,7 +109,6 @@ def test_a_partitioned_network_leaves_each_side_with_a_verdict(tmp_path: Path):
         for host, ranks in (("one", (0, 1)), ("two", (2, 3))):
             incident = found[(host,)]
             assert (incident.scope, incident.ranks) == (Scope.MACHINE, ranks)
-            assert f"Machine {host} is gone" in incident.sentence
         until(
             lambda: not any(observers(host) for host in hosts),
             "the observers leave, whether or not they were answered",

@@ -173,7 +173,7 @@ def test_truncated_and_foreign_lines_are_named_and_skipped(tmp_path: Path):
     assert sum(isinstance(line, Stamped) for line in lines) == 3
     problems = [line for line in lines if isinstance(line, Problem)]
     assert [problem.line for problem in problems] == [2, 3, 4, 5, 7, 9]
-    assert str(problems[0]) == f"{path}:2: schema 99, this version reads 1"
+    assert all(word in str(problems[0]) for word in (f"{path}:2", "99", "1"))
     assert "poem" in problems[2].reason
     assert "galaxy" in problems[4].reason
 
@@ -182,11 +182,11 @@ def test_incidents_are_logged(caplog: pytest.LogCaptureFixture):
     with caplog.at_level(logging.DEBUG):
         for item in (INCIDENT, RESOLVED, replace(RESOLVED, recovered=4)):
             log_incident(item)
-    assert [(record.levelname, record.message) for record in caplog.records] == [
-        ("ERROR", f"torchscout: incident (sdc) at step 7: {INCIDENT.sentence}"),
-        ("INFO", f"torchscout: resolved after 12.5 s: {INCIDENT.sentence}"),
-        ("INFO", f"torchscout: recovered by going back to step 4: {INCIDENT.sentence}"),
-    ]
+    facts = [("ERROR", "step 7"), ("INFO", "12.5 s"), ("INFO", "step 4")]
+    for record, (level, fact) in zip(caplog.records, facts, strict=True):
+        assert record.levelname == level
+        assert fact in record.message
+        assert INCIDENT.sentence in record.message
 
 
 def test_a_verdict_is_not_rewritten_by_the_round_trip():
