@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from evaluation.jobs import frameworks, language, optimizers, sharded, vision
+from evaluation.jobs import compiled, frameworks, language, optimizers, sharded, vision
 from evaluation.jobs.entry import Entry
 
 CATALOG: dict[str, Entry] = {
@@ -10,6 +10,7 @@ CATALOG: dict[str, Entry] = {
     **optimizers.JOBS,
     **vision.JOBS,
     **sharded.JOBS,
+    **compiled.JOBS,
     **frameworks.JOBS,
 }
 
