@@ -131,7 +131,12 @@ def wrong_number(job: Attempt, place: str) -> str:
     """What one rank computes, holds or receives is wrong by a bit: it is named, with the tensor."""
     wrong = job.entry.wrong[place]
     faults = FaultPlan().flip_bit(
-        rank=wrong.rank, at=wrong.at, step=wrong.step, bit=wrong.bit, calls=wrong.calls
+        rank=wrong.rank,
+        at=wrong.at,
+        step=wrong.step,
+        bit=wrong.bit,
+        index=wrong.index,
+        calls=wrong.calls,
     )
     trial = Trial(steps=wrong.step + 1, interval=1, run_dir=job.folder, keeps_records=True, faults=faults)
     with Ranks(job) as ranks:

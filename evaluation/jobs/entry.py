@@ -27,6 +27,7 @@ class Wrong:
     """Which calls of the place in the step; ``range(1)`` for what a rank holds."""
     step: int = 2
     bit: int = 20
+    index: int = 0
     scope: str = "rank"
     named: tuple[int, ...] = ()
     """Who is named; the rank if not given."""

@@ -16,6 +16,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -354,10 +355,15 @@ class Job:
             if (held := getattr(each, kind, ()))
         }
         threads = {f"thread {each.name}" for each in threading.enumerate()}
-        children = {
-            f"process {' '.join(each.cmdline()[:4])}" for each in psutil.Process().children(recursive=True)
-        }
-        return hooks | threads | children
+        return hooks | threads | _children()
+
+
+def _children() -> set[str]:
+    found = set()
+    for each in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):  # it has just ended
+            found.add(f"process {' '.join(each.cmdline()[:4])}")
+    return found
 
 
 class _Log(logging.Handler):
