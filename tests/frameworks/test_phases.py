@@ -9,14 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support import titan_layouts
 from tests.support.hangs import QUICK
 from tests.support.ranks import may_have_children, run_ranks
 from torchscout.attach import enable_resiliency
 from torchscout.decision.progress import Phase
 from torchscout.observer.record.reader import ProgressReader
 
-assets = titan_layouts.assets
 WRITES, READS = Phase.CHECKPOINT_WRITE, Phase.CHECKPOINT_READ
 
 
@@ -50,10 +48,10 @@ class Schedule:
 def save_and_load_with_deepspeed(rank: int, folder: Path) -> list[Phase]:
     import deepspeed
 
-    from tests.support.deepspeed_jobs import Plan, work_of
+    from evaluation.jobs.deepspeed import Setup, build
 
     original = deepspeed.DeepSpeedEngine.save_checkpoint
-    engine = work_of(Plan(), rank).engine
+    engine = build(Setup(), rank).engine
     session, phase, _ = attached(engine, run_dir=folder / "run")
     engine.lr_scheduler = schedule = Schedule(phase)
     engine.save_checkpoint(str(folder / "files"))
@@ -72,10 +70,10 @@ def test_deepspeed_saves_and_loads_in_their_phases(tmp_path: Path):
 
 
 def save_and_load_with_megatron(_rank: int, folder: Path) -> list[Phase]:
-    from tests.support.megatron_models import Trial, build
+    from evaluation.jobs.megatron import Setup, build
 
     may_have_children()  # Megatron's writer
-    job = build(Trial())
+    job = build(Setup())
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 
@@ -105,11 +103,11 @@ def test_megatron_saves_and_loads_in_their_phases(tmp_path: Path):
     assert [*dict.fromkeys(phases)] == [WRITES, Phase.IDLE, READS]
 
 
-def fetch_with_torchtitan(_rank: int, folder: Path, assets: Path) -> tuple[int, int]:
-    from tests.support.titan_jobs import Trial, _begin, config_of
+def fetch_with_torchtitan(_rank: int, folder: Path) -> tuple[int, int]:
+    from evaluation.jobs.titan import Setup, config_of, prepare
 
-    _begin(Trial(assets))
-    trainer = config_of(Trial(assets)).build()
+    prepare()
+    trainer = config_of(Setup()).build()
     session, _, reader = attached(trainer, run_dir=folder / "run")
     batches = iter(trainer.dataloader)
     for _ in range(3):
@@ -120,8 +118,8 @@ def fetch_with_torchtitan(_rank: int, folder: Path, assets: Path) -> tuple[int, 
     return fetched, len(reader.phase_seconds(Phase.INPUT))
 
 
-def test_torchtitan_fetches_in_a_phase_until_the_session_is_closed(tmp_path: Path, assets: Path):
-    assert run_ranks(fetch_with_torchtitan, 1, tmp_path, assets, timeout=200) == [(3, 3)]
+def test_torchtitan_fetches_in_a_phase_until_the_session_is_closed(tmp_path: Path):
+    assert run_ranks(fetch_with_torchtitan, 1, tmp_path, timeout=200) == [(3, 3)]
 
 
 def save_and_load_with_fabric(_rank: int, folder: Path) -> list[Phase]:

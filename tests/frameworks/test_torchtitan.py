@@ -1,167 +1,202 @@
-"""TorchTitan's own trainer: nothing changes, everything is checked, and what cannot be is said."""
+"""TorchTitan's own trainer beyond the contracts: its releases, its groups, its override, its checkpoints."""
 
 from __future__ import annotations
 
+import os
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
-from tests.support import titan_layouts
+from evaluation.jobs.catalog import CATALOG
+from evaluation.jobs.contracts import Attempt, Ranks
+from evaluation.jobs.job import Job, Report, Trial
+from evaluation.jobs.titan import Setup, config_of, make_assets, prepare, train
 from tests.support.ranks import LiveRanks, RankError, run_ranks
 from tests.support.scripts import EXAMPLES, ROOT, torchrun
-from tests.support.titan_jobs import Trial, answering, attach_to_another_version, make_assets, train
-from tests.support.titan_layouts import (
-    CONTEXT,
-    EXPERT,
-    EXPERT_TENSOR,
-    EXPERTS,
-    FULL,
-    HSDP,
-    INTERLEAVED,
-    PATIENT,
-    PIPELINE,
-    PIPELINE_TENSOR,
-    REPLICATE,
-    TENSOR,
-)
+from tests.support.titan_jobs import Question, answering, found
+from torchscout.attach import enable_resiliency
 from torchscout.config import Parallelism
+from torchscout.faults.plan import FaultPlan
+from torchscout.testing.local_ranks import preload
 
 __all__ = ["answering"]
 
-assets = titan_layouts.assets
+preload("evaluation.jobs.titan_cpu", "torchtitan.models.llama3.config_registry")
 slow = pytest.mark.slow
-PARTS = {"tok_embeddings", "layers.0", "layers.1", "lm_head"}
-CHUNKS = {"0.tok_embeddings", "0.layers.0", "0.layers.1", "0.layers.2", "1.layers.3", "1"}
-"""The last stage has but a norm and the output layer, and is one part of the model."""
+OVERRIDE = "torchscout.plugins.torchtitan.resiliency"
+NAMES = [name for name in CATALOG if name.startswith("titan-")]
 
 
-@pytest.mark.parametrize(
-    ("removed", "expected"),
-    [
-        (None, "torchtitan 0.4.0 is newer than 0.3.0, the newest release that torchscout was tried with"),
-        ("lr_schedulers", "torchtitan 0.4.0 has no Trainer.lr_schedulers"),
-    ],
-)
-def test_a_newer_release_is_accepted_unless_it_lacks_something(
-    assets: Path, removed: str | None, expected: str
-):
-    ((seen,),) = run_ranks(attach_to_another_version, 1, Trial(assets=assets), removed, timeout=120)
-    assert seen.startswith(f"{expected}; ")
+def setup_of(name: str) -> Setup:
+    return CATALOG[name].train.keywords["setup"]
 
 
-def is_healthy(ranks: LiveRanks, trial: Trial, axes: set[str], folder: Path) -> set[str]:
-    """Nothing changed, nobody was blamed, all was checked on the framework's own groups; what agreed."""
-    alone, checked = ranks.ask((trial, None), 300), ranks.ask((trial, folder), 300)
-    agreed: set[str] = set()
-    for plain, seen in zip(alone, checked, strict=True):
-        assert (seen.failures, seen.incidents, seen.unchecked) == ([], [], {})
-        assert (seen.bits, seen.progress) == (plain.bits, plain.progress)
-        assert seen.groups == seen.along
-        assert set(seen.groups) == axes
-        agreed |= seen.agreed
-        assert seen.uneven or not trial.is_mixture
-    assert {"optimizer/param", "optimizer/reproduced"} <= agreed
-    return agreed
+def attach_to_another_version(_rank: int, removed: str | None) -> list[str]:
+    """What is logged or raised if TorchTitan is newer than it is, and its Trainer lacks something."""
+    prepare()
+    import torchtitan
+    from torchtitan.trainer import Trainer
+
+    from torchscout.adapters.registry import adapter_for
+    from torchscout.errors import ScoutError
+    from torchscout.log import log
+
+    trainer = config_of(Setup()).build()
+    seen: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torchtitan, "__version__", "0.4.0")
+        patch.setattr(log, "warning", lambda text, *values: seen.append(text % values))
+        if removed is not None:
+            patch.delattr(trainer if removed in vars(trainer) else Trainer, removed)
+        try:
+            assert adapter_for(trainer, None, None).obstacle is None
+        except ScoutError as error:
+            seen.append(str(error))
+    return seen
 
 
-@pytest.mark.long_cases("replicate")
-@pytest.mark.parametrize(
-    ("parallelism", "axes", "state"),
-    [
-        pytest.param(REPLICATE, {"dp_replicate"}, "state/parameters", id="replicate"),
-        pytest.param(TENSOR, {"fsdp", "tp"}, "state/owned", id="tensor", marks=slow),
-        pytest.param({}, {"fsdp"}, "state/owned", id="fsdp", marks=slow),
-        pytest.param(HSDP, {"dp_replicate", "fsdp"}, "state/parameters", id="hsdp", marks=slow),
-        pytest.param(CONTEXT, {"cp"}, "state/owned", id="context", marks=slow),
-        pytest.param(FULL, {"dp_shard", "tp"}, "state/owned", id="full_dtensor", marks=slow),
-    ],
-)
-def test_training_is_bitwise_the_same_and_everything_is_checked(
-    four: LiveRanks, parallelism: dict[str, Any], axes: set[str], state: str, assets: Path, tmp_path: Path
-):
-    agreed = is_healthy(four, Trial(assets, parallelism), axes, tmp_path)
-    assert {state, *(f"{part}/output" for part in PARTS)} <= agreed
+@pytest.mark.parametrize(("removed", "said"), [(None, "0.3.0"), ("lr_schedulers", "Trainer.lr_schedulers")])
+def test_a_newer_release_is_accepted_unless_it_lacks_something(removed: str | None, said: str):
+    ((seen,),) = run_ranks(attach_to_another_version, 1, removed, timeout=120)
+    assert "torchtitan 0.4.0" in seen
+    assert said in seen
 
 
-@pytest.mark.parametrize(
-    ("schedule", "names"),
-    [
-        pytest.param(INTERLEAVED, CHUNKS, id="interleaved", marks=slow),
-        pytest.param(PIPELINE, PARTS | {"layers.2", "layers.3"}, id="1f1b", marks=slow),
-    ],
-)
-def test_every_stage_of_a_pipeline_is_checked(
-    four: LiveRanks, schedule: dict[str, Any], names: set[str], assets: Path, tmp_path: Path
-):
-    agreed = is_healthy(four, Trial(assets, schedule, layers=4), {"pp", "fsdp"}, tmp_path)
-    assert {f"{name}/output" for name in names} <= agreed
+def groups(rank: int, names: list[str]) -> list[tuple[str, dict[str, Any], dict[str, Any]]]:
+    """The members of the framework's own groups, by the name of the axis, and the same by the mesh."""
+    return [(name, *groups_of(rank, setup_of(name))) for name in names]
 
 
-@slow
-@pytest.mark.parametrize("chunked", [False, True], ids=["whole", "in pieces"])
-def test_neither_accumulation_nor_validation_nor_a_loss_in_pieces_changes_that(
-    four: LiveRanks, chunked: bool, assets: Path, tmp_path: Path
-):
-    trial = Trial(assets, chunked=chunked, accumulation=2, validated=True)
-    assert "layers.1/output" in is_healthy(four, trial, {"fsdp"}, tmp_path)
+def groups_of(rank: int, setup: Setup) -> tuple[dict[str, Any], dict[str, Any]]:
+    prepare()
+    from torchscout.adapters.torchtitan import TorchTitanAdapter
+    from torchscout.mesh import LayerKind
+
+    trainer = config_of(setup).build()
+    mesh = TorchTitanAdapter(trainer).mesh([""] * dist.get_world_size())
+    axes = {
+        "pp": ("pipeline", LayerKind.DENSE),
+        "dp_replicate": ("replica", LayerKind.DENSE),
+        "dp_shard": ("shard", LayerKind.DENSE),
+        "cp": ("context", LayerKind.DENSE),
+        "tp": ("tensor", LayerKind.DENSE),
+        "ep": ("expert", LayerKind.EXPERT),
+        "efsdp": ("shard", LayerKind.EXPERT),
+    }
+    if trainer.parallel_dims.cp == 1:
+        axes["fsdp"] = ("shard", LayerKind.DENSE)
+    theirs = {
+        name: tuple(dist.get_process_group_ranks(devices.get_group()))
+        for name, devices in trainer.parallel_dims.get_all_one_dimensional_meshes().items()
+        if name in axes
+    }
+    return theirs, {name: mesh.ranks_along(axes[name][0], rank, axes[name][1]) for name in theirs}
 
 
 @slow
-def test_experts_with_uneven_rows_are_checked_and_silent(four: LiveRanks, assets: Path, tmp_path: Path):
-    agreed = is_healthy(
-        four, Trial(assets, EXPERT, is_mixture=True, steps=8), {"fsdp", "ep", "efsdp"}, tmp_path
-    )
-    assert {f"{EXPERTS}/output", f"{EXPERTS}/w1_EFD.grad", "all_to_all/captured.received"} <= agreed
+@pytest.mark.parametrize("ranks", [3, 4, 8])
+def test_the_mesh_has_the_groups_of_the_framework(ranks: int):
+    names = [name for name in NAMES if CATALOG[name].ranks == ranks]
+    for of_rank in run_ranks(groups, ranks, names, timeout=300):
+        for name, theirs, ours in of_rank:
+            assert theirs, name
+            assert theirs == ours, name
+
+
+def attach_with_parallelism(_rank: int) -> None:
+    prepare()
+    enable_resiliency(config_of(Setup()).build(), parallelism=Parallelism(replica=1))
 
 
 @slow
-def test_eight_ranks_of_pipeline_tensor_and_data_parallelism(eight: LiveRanks, assets: Path, tmp_path: Path):
-    agreed = is_healthy(eight, Trial(assets, PIPELINE_TENSOR), {"pp", "tp", "fsdp"}, tmp_path)
-    assert {f"{part}/output" for part in PARTS} <= agreed
+def test_a_parallelism_beside_that_of_the_trainer_is_refused():
+    with pytest.raises(RankError, match="pass only the Trainer"):
+        run_ranks(attach_with_parallelism, 1, timeout=120)
+
+
+def overridden(
+    rank: int, name: str, trial: Trial, folder: Path | None, is_kept: bool, own: Path | None
+) -> Report:
+    """Train with SCOUT as the config's override attaches it, where there is a folder for what it writes."""
+    os.environ["TORCHSCOUT_MEMORY"] = str(folder and folder / "memory")
+    prepare()
+    config = config_of(setup_of(name))
+    if own is not None:
+        config.dump_folder = str(own)
+        config.checkpoint.enable, config.checkpoint.interval = True, 3
+    if folder is not None:
+        settings = {"replay": {"interval": 1}, "observer": None, "run_dir": str(folder / "run")}
+        kept = {"directory": str(folder / "files")} if is_kept else None
+        config.override.imports = [(OVERRIDE, {**settings, "checkpoint": kept})]
+    job, trainer = Job(rank, trial), config.build()
+    train(job, trainer)
+    report = job.finish()
+    if folder is not None:
+        report.failures = list(trainer.checkpointer.session.failures)
+    return report
+
+
+def goes_on(alone: list[Report], again: list[Report]) -> int:
+    """Check that training ended as if it had not been interrupted; return its first step."""
+    for before, after in zip(alone, again, strict=True):
+        assert after.failures == []
+        assert after.bits == {step: before.bits[step] for step in after.bits}
+        assert max(after.bits) == max(before.bits)
+    (first,) = {min(each.bits) for each in again}
+    return first
 
 
 @slow
-def test_eight_ranks_of_expert_and_tensor_parallelism(eight: LiveRanks, assets: Path, tmp_path: Path):
-    trial = Trial(assets, EXPERT_TENSOR, is_mixture=True)
-    agreed = is_healthy(eight, trial, {"fsdp", "tp", "ep", "efsdp"}, tmp_path)
-    assert {f"{EXPERTS}/output", "all_to_all/captured.received"} <= agreed
-
-
-@pytest.mark.long_cases("graphs")
-@pytest.mark.parametrize(
-    "trial",
-    [
-        pytest.param({"graphs": True}, id="graphs"),
-        pytest.param({"claimed": {"spmd_backend": "spmd_types"}}, id="spmd_types", marks=slow),
-    ],
-)
-def test_the_defaults_are_replayed_and_training_is_untouched(
-    four: LiveRanks, trial: dict[str, Any], assets: Path, tmp_path: Path
-):
-    """PyTorch 2.13 is too old for spmd_types: the trainer only says that it is on. Without CUDA, TorchTitan
-    trains eagerly although graphs are asked for."""
-    watched = Trial(assets, steps=2, observer=PATIENT, **trial)
-    alone, attached = four.ask((watched, None), 200), four.ask((watched, tmp_path), 200)
-    for plain, seen in zip(alone, attached, strict=True):
-        assert (seen.bits, seen.progress) == (plain.bits, plain.progress)
-        assert (seen.failures, seen.incidents, seen.unchecked) == ([], [], {})
-        assert "layers.1/output" in seen.agreed
-        assert (seen.status["step"], seen.status["replay"]["certified"]) == (2, 2)
+@pytest.mark.parametrize("name", ["titan-rich", "titan-interleaved"])
+def test_a_killed_job_goes_on_bitwise_through_the_override(name: str, tmp_path: Path):
+    size = CATALOG[name].ranks
+    alone = run_ranks(overridden, size, name, Trial(steps=6), None, False, None, timeout=300)
+    with pytest.raises(RankError):
+        run_ranks(overridden, size, name, Trial(steps=6, end=5), tmp_path, True, None, timeout=300)
+    again = run_ranks(overridden, size, name, Trial(steps=6), tmp_path, True, None, timeout=300)
+    assert goes_on(alone, again) in (4, 5)
 
 
 @slow
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"given": {"parallelism": Parallelism(replica=1)}}, "pass only the Trainer"),
-    ],
-    ids=["parallelism"],
-)
-def test_what_a_user_must_change_is_refused(changes: dict[str, Any], said: str, assets: Path, tmp_path: Path):
-    with pytest.raises(RankError, match=said):
-        run_ranks(train, 1, Trial(assets, **changes), tmp_path, timeout=120)
+@pytest.mark.parametrize("is_kept", [False, True], ids=["alone", "both"])
+def test_checkpoints_of_torchtitans_own_go_on_working(is_kept: bool, tmp_path: Path):
+    """They have step 3; what SCOUT kept is of a later step, and wins."""
+    asked = (tmp_path, is_kept, tmp_path / "own")
+    alone = run_ranks(overridden, 2, "titan-fsdp", Trial(steps=6), None, False, None, timeout=300)
+    with pytest.raises(RankError):
+        run_ranks(overridden, 2, "titan-fsdp", Trial(steps=6, end=6), *asked, timeout=300)
+    assert (tmp_path / "own" / "checkpoint" / "step-3").is_dir()
+    again = run_ranks(overridden, 2, "titan-fsdp", Trial(steps=6), *asked, timeout=300)
+    assert goes_on(alone, again) in ((5, 6) if is_kept else (4,))
+
+
+@slow
+def test_after_a_wrong_number_a_job_goes_on_from_before_it(tmp_path: Path):
+    """Training has it too, and so have all later steps of that run."""
+    faults = FaultPlan().flip_bit(rank=2, at="layers.1/output", step=2, bit=20, calls=range(200))
+    trial = Trial(steps=5, interval=1, checkpoints=tmp_path / "kept", run_dir=tmp_path / "again")
+    with Ranks(Attempt("titan-fsdp", tmp_path / "run", tmp_path)) as ranks:
+        alone = ranks.train(Trial(steps=5)).reports
+        wrong = ranks.train(replace(trial, run_dir=tmp_path / "wrong", faults=faults)).reports
+        again = ranks.train(trial).reports
+    assert found(wrong) == {("sdc", "rank", (2,))}
+    assert all(one.bits[5] != other.bits[5] for one, other in zip(alone, wrong, strict=True))
+    assert goes_on(alone, again) == 2
+
+
+@slow
+@pytest.mark.parametrize("place", range(4))
+def test_no_optimizer_of_any_part_goes_unwatched(four: LiveRanks, place: int, tmp_path: Path):
+    """Two parts on a rank, with two optimizers each."""
+    trial = Trial(steps=3, interval=1, run_dir=tmp_path)
+    question = Question(setup_of("titan-interleaved"), trial, spoiled=(1, 2, place))
+    (incident,) = four.ask(question, 300)[0].incidents
+    assert (incident.manifestation.value, incident.ranks, incident.step) == ("sdc", (1,), 3)
+    assert {each.surface for each in incident.records} == {"state/owned"}
 
 
 @slow

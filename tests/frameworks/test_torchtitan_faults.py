@@ -1,167 +1,139 @@
-"""What goes wrong in a job of TorchTitan's is named: wrong numbers, slow layers and links, late ranks."""
+"""TorchTitan's own trainer in each parallelism: slow links, and ranks that issue another collective."""
 
 from __future__ import annotations
 
-import subprocess
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import pytest
 
-from tests.support import titan_layouts
+from evaluation.jobs.job import Trial
+from evaluation.jobs.titan import CONTEXT, EXPERT, EXPERT_TENSOR, HSDP, INTERLEAVED, PIPELINE, TENSOR, Setup
 from tests.support.hangs import incidents, wait_for_incident
+from tests.support.links import ALL, REMEMBERED, is_named, is_the_jobs, slow
 from tests.support.ranks import LiveRanks, RankError, run_ranks
-from tests.support.titan_jobs import Trial, answering, train
-from tests.support.titan_layouts import (
-    CONTEXT,
-    EXPERT,
-    EXPERT_TENSOR,
-    HSDP,
-    INTERLEAVED,
-    PATIENT,
-    PIPELINE,
-    PIPELINE_TENSOR,
-    REPLICATE,
-    TENSOR,
-    Layout,
-    layouts,
-    live,
-)
+from tests.support.titan_jobs import Question, answer, answering, needs_host_names
 from torchscout.faults.plan import FaultPlan
 from torchscout.mesh import Mesh
+from torchscout.testing.local_ranks import preload
 
 __all__ = ["answering"]
 
-assets = titan_layouts.assets
-slow = pytest.mark.slow
-ALL = None
+preload("evaluation.jobs.titan_cpu", "torchtitan.models.llama3.config_registry")
+pytestmark = pytest.mark.slow
+THREE = {"data_parallel_replicate_degree": 3}
+REPLICATE = {"data_parallel_replicate_degree": 4, "data_parallel_shard_degree": 1}
 
 
-@pytest.mark.long_cases("fsdp")
-@layouts("fsdp")
-def test_a_wrong_number_names_the_rank_and_nothing_is_kept_after_it(
-    request: pytest.FixtureRequest, layout: Layout, assets: Path, tmp_path: Path
-):
-    """Training itself is right; what is computed again between steps is not."""
-    again = range(layout.called, 200)
-    faults = FaultPlan().flip_bit(rank=2, at=f"{layout.layer}/output", step=2, bit=20, calls=again)
-    trial = layout.trial(assets, steps=3, faults=faults, directory=tmp_path / "kept")
-    results = live(request, layout).ask((trial, tmp_path / "scout"), 300)
-    assert results[2].fired
-    assert results[0].found == {("sdc", *layout.found)}, [each.sentence for each in results[0].incidents]
-    assert {each.status["checkpoint"]["latest"] for each in results} == {1}
+def setup_of(parallelism: dict[str, object]) -> Setup:
+    layers = 6 if "pipeline_parallel_degree" in parallelism else 2
+    return Setup(parallelism, layers, is_mixture="expert_parallel_degree" in parallelism)
 
 
-@pytest.mark.long_cases("3")
-@pytest.mark.parametrize("place", [*(pytest.param(each, marks=slow) for each in range(3)), 3])
-def test_no_optimizer_of_any_part_goes_unwatched(four: LiveRanks, place: int, assets: Path, tmp_path: Path):
-    """Two parts on a rank, with two optimizers each."""
-    trial = Trial(assets, INTERLEAVED, layers=4, steps=3, kinds=True, spoiled=(1, 2, place))
-    results = four.ask((trial, tmp_path), 200)
-    (incident,) = results[0].incidents
-    assert (incident.manifestation.value, incident.ranks, incident.step) == ("sdc", (1,), 3)
-    assert {each.surface for each in incident.records} == {"state/owned"}
-
-
-@pytest.mark.slow_cases("replicate")
-@layouts("replicate")
-def test_a_slow_layer_names_its_rank(
-    request: pytest.FixtureRequest, layout: Layout, assets: Path, tmp_path: Path
-):
-    faults = FaultPlan()
-    for layer in layout.slowed:
-        faults = faults.delay(rank=2, at=f"{layer}/forward", step=range(3, 9), seconds=0.3, calls=ALL)
-    results = live(request, layout).ask((layout.trial(assets, layers=4, faults=faults), tmp_path), 300)
-    assert results[2].fired >= 8
-    named = {each for one in results for each in one.found}
-    assert named == {("straggler", *layout.found)}, [each.sentence for each in results[0].incidents]
-
-
-@slow
-def test_a_slow_link_names_its_machine(assets: Path, tmp_path: Path):
+def test_a_slow_link_names_its_machine(tmp_path: Path):
     """Of three groups of shards, each on a machine of its own; two could only differ."""
-    if subprocess.run(["unshare", "--uts", "true"], check=False).returncode != 0:
-        pytest.skip("ranks cannot have host names of their own here")
+    needs_host_names()
     faults = FaultPlan().slow_collective(
         ranks=(2, 3), at="all_gather@mesh_fsdp", axis="shard", step=range(3, 9), seconds=0.4
     )
-    trial = Trial(assets, {"data_parallel_replicate_degree": 3}, steps=7, faults=faults, machine=2)
-    results = run_ranks(train, 6, trial, tmp_path, timeout=300)
-    assert results[2].fired >= 4
-    (incident,) = results[0].incidents
+    trial = Trial(steps=7, interval=1, run_dir=tmp_path, faults=faults)
+    reports = run_ranks(answer, 6, Question(setup_of(THREE), trial, machine=2), timeout=300)
+    assert reports[2].fired >= 4
+    (incident,) = reports[0].incidents
     hosts = [f"machine-{rank // 2}" for rank in range(6)]
     (truth,) = faults.truth(Mesh.grid(replica=3, shard=2, hosts=hosts))
     assert truth.matches(incident), incident.sentence
     assert (incident.ranks, incident.hosts) == ((2, 3), ("machine-1",))
 
 
-@pytest.mark.slow_cases("fsdp")
-@layouts("fsdp")
-def test_a_late_rank_is_named(request: pytest.FixtureRequest, layout: Layout, assets: Path, tmp_path: Path):
-    faults = FaultPlan().stall(rank=2, at=f"{layout.layer}/forward", step=4, seconds=10.0)
-    trial = layout.trial(assets, steps=5, faults=faults, replay=None, observer=PATIENT)
-    results = live(request, layout).ask((trial, tmp_path), 240)
-    assert results[2].fired == 1
-    assert results[0].found == {("hang", "rank", (2,))}, [each.sentence for each in results[0].incidents]
-
-
-@dataclass(frozen=True, slots=True)
-class Otherwise:
-    """Rank 2 issues another collective than the others of its group."""
-
-    parallelism: dict[str, Any]
+class Link(NamedTuple):
+    parallelism: dict[str, object]
     at: str
     axis: str
-    what: str = "dtype"
+    ranks: tuple[int, ...]
+    """Who is slow."""
+    size: int = 6
+    """Of the job."""
+
+
+LINKS = {
+    "hsdp": Link(THREE, "all_gather@mesh_fsdp", "shard", (2, 3)),
+    "hsdp, replicas": Link(HSDP, "all_reduce@mesh_dp_replicate", "replica", (1, 4)),
+    "tensor": Link(TENSOR, "all_gather@mesh_tp", "tensor", (2, 3)),
+    "interleaved": Link(INTERLEAVED, "send@mesh_pp", "pipeline", (1, 4)),
+    "pipeline, shards": Link(PIPELINE, "reduce_scatter@mesh_fsdp", "shard", (3, 4, 5)),
+    "context": Link(CONTEXT, "all_to_all@mesh_cp", "context", (2, 3)),
+    "expert": Link(EXPERT, "all_to_all@mesh_ep", "expert", (2, 3)),
+    # The same two are a group of either kind.
+    "expert, tensor": Link({**EXPERT, **TENSOR}, "all_to_all@mesh_ep", "tensor", (2, 3), 8),
+}
+
+
+@pytest.mark.parametrize("link", LINKS.values(), ids=LINKS)
+def test_a_slow_link_names_its_process_group(request: pytest.FixtureRequest, link: Link, tmp_path: Path):
+    """Every rank is on a machine of its own. Of two groups of three nothing says which is slow."""
+    needs_host_names()
+    live: LiveRanks = request.getfixturevalue({6: "six", 8: "eight"}[link.size])
+    trial = Trial(steps=6, interval=1, run_dir=tmp_path, faults=slow(link.ranks, link.at, link.axis))
+    reports = live.ask(Question(setup_of(link.parallelism), trial, machine=1), 300)
+    is_named(ALL if len(link.ranks) == 3 else link.ranks, link.axis, reports)
+
+
+@pytest.mark.parametrize(
+    ("parallelism", "operation", "axis"),
+    [(REPLICATE, "all_reduce", "replica"), ({}, "reduce_scatter", "shard")],
+    ids=["replicate", "fsdp"],
+)
+def test_a_slow_link_among_all_ranks_has_job_scope(
+    four: LiveRanks, parallelism: dict[str, object], operation: str, axis: str, tmp_path: Path
+):
+    trial = Trial(
+        steps=10,
+        interval=1,
+        run_dir=tmp_path,
+        replay={"recipes": REMEMBERED.recipes, "baseline": REMEMBERED.baseline},
+        faults=slow(range(4), f"{operation}@default_pg", axis, first=6),
+    )
+    is_the_jobs(operation, four.ask(Question(setup_of(parallelism), trial), 300))
+
+
+class Otherwise(NamedTuple):
+    """Rank 2 issues another collective than the others of its group."""
+
+    parallelism: dict[str, object]
+    at: str
+    axis: str
     group: tuple[int, ...] = ()
     """Where it has but two members, they are what can be named."""
     ranks: int = 4
-    is_mixture: bool = False
+    what: str = "dtype"
 
 
 # An axis over all ranks has no group of its own in PyTorch, but the default one.
 OTHERWISE = {
-    "replicate": Otherwise(REPLICATE, "all_reduce@default_pg", "replica", "shape"),
+    "replicate": Otherwise(REPLICATE, "all_reduce@default_pg", "replica", what="shape"),
     "fsdp": Otherwise({}, "reduce_scatter@default_pg", "shard"),
-    "hsdp, shards": Otherwise(HSDP, "reduce_scatter@mesh_fsdp", "shard", group=(2, 3)),
-    "hsdp, replicas": Otherwise(
-        {"data_parallel_replicate_degree": 3}, "all_reduce@mesh_dp_replicate", "replica", ranks=6
-    ),
+    "hsdp, replicas": Otherwise(THREE, "all_reduce@mesh_dp_replicate", "replica", ranks=6),
     "tensor": Otherwise(TENSOR, "all_gather@mesh_tp", "tensor", group=(2, 3)),
-    "tensor 4": Otherwise({"tensor_parallel_degree": 4}, "reduce_scatter@default_pg", "tensor"),
     "context": Otherwise(CONTEXT, "all_to_all@mesh_cp", "context", group=(2, 3)),
-    "context 4": Otherwise({"context_parallel_degree": 4}, "all_to_all@default_pg", "context"),
-    "pipeline": Otherwise(PIPELINE, "send@mesh_pp", "pipeline", group=(0, 2)),
     "pipeline, shards": Otherwise(PIPELINE, "reduce_scatter@mesh_fsdp", "shard", group=(2, 3)),
     "interleaved": Otherwise(INTERLEAVED, "send@mesh_pp", "pipeline", group=(0, 2)),
-    "interleaved, shards": Otherwise(INTERLEAVED, "reduce_scatter@mesh_fsdp", "shard", group=(2, 3)),
-    "expert": Otherwise(EXPERT, "all_to_all@mesh_ep", "expert", group=(2, 3), is_mixture=True),
-    "expert 4, tensor": Otherwise(EXPERT_TENSOR, "all_to_all@mesh_ep", "expert", ranks=8, is_mixture=True),
-    "pipeline, tensor": Otherwise(PIPELINE_TENSOR, "reduce_scatter@mesh_tp", "tensor", group=(2, 3), ranks=8),
+    "expert": Otherwise(EXPERT, "all_to_all@mesh_ep", "expert", group=(2, 3)),
+    "expert 4, tensor": Otherwise(EXPERT_TENSOR, "all_to_all@mesh_ep", "expert", ranks=8),
 }
 
 
-@slow
 @pytest.mark.parametrize("job", OTHERWISE.values(), ids=OTHERWISE)
-def test_a_rank_that_does_something_else_is_named(job: Otherwise, assets: Path, tmp_path: Path):
+def test_a_rank_that_does_something_else_is_named(job: Otherwise, tmp_path: Path):
     faults = FaultPlan().change_collective(rank=2, at=job.at, axis=job.axis, step=4, what=job.what)
-    trial = Trial(
-        assets,
-        job.parallelism,
-        steps=5,
-        layers=4 if job.parallelism is INTERLEAVED else 2,
-        is_mixture=job.is_mixture,
-        faults=faults,
-        log=tmp_path / "fired",
-        replay=None,
-        observer=PATIENT,
-    )
+    trial = Trial(steps=5, interval=100, run_dir=tmp_path, faults=faults, min_silence_seconds=2.0)
+    setup = replace(setup_of(job.parallelism), layers=4 if job.parallelism is INTERLEAVED else 2)
     with suppress(RankError):  # Gloo may abort a process over it, or never return
-        run_ranks(train, job.ranks, trial, tmp_path, timeout=60)
-    assert (tmp_path / "fired").read_text().count("\n") == 1
+        reports = run_ranks(answer, job.ranks, Question(setup, trial), timeout=60)
+        assert reports[2].fired == 1
     wait_for_incident(tmp_path)
-    found = {(each.manifestation.value, each.scope.value, each.ranks) for each in incidents(tmp_path)}
     scope = "process_group" if job.group else "rank"
-    assert found == {("hang", scope, job.group or (2,))}, [each.sentence for each in incidents(tmp_path)]
+    seen = {(each.manifestation.value, each.scope.value, each.ranks) for each in incidents(tmp_path)}
+    assert seen == {("hang", scope, job.group or (2,))}, [each.sentence for each in incidents(tmp_path)]

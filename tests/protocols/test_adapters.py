@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 from collections.abc import Callable
@@ -54,10 +55,10 @@ def accelerated() -> Job:
 
 
 def megatron() -> Job:
-    from tests.support import megatron_jobs
+    from evaluation.jobs.megatron import Setup, build, one_step
 
-    job = megatron_jobs.build(megatron_jobs.Trial(sharded=True, dtype="bfloat16"))
-    return job.chunks, job.optimizer, lambda: megatron_jobs.one_step(job)
+    built, steps = build(Setup(sharded=True, dtype="bfloat16")), itertools.count(1)
+    return built.chunks, built.optimizer, lambda: one_step(built, next(steps))
 
 
 def deepspeed() -> Job:
@@ -69,26 +70,19 @@ def deepspeed_sharded() -> Job:
 
 
 def titan() -> Job:
-    import tempfile
+    from evaluation.jobs import titan
 
-    from tests.support import titan_jobs
-
-    folder = Path(tempfile.mkdtemp())
-    titan_jobs.make_assets(folder)
-    trial = titan_jobs.Trial(folder)
-    titan_jobs._begin(trial)
-    trainer = titan_jobs.config_of(trial).build()
+    titan.prepare()
+    trainer = titan.config_of(titan.Setup()).build()
     batches = trainer.batch_generator(trainer.dataloader)
     return trainer, None, lambda: trainer.train_step(batches)
 
 
 def _deepspeed(stage: int) -> Job:
-    from tests.support.checkpoint_jobs import Loader
-    from tests.support.deepspeed_jobs import Plan, work_of
+    from evaluation.jobs.deepspeed import Setup, build
 
-    work = work_of(Plan(stage, bf16=True), dist.get_rank())
-    batches = iter(Loader(work.replica))
-    return work.engine, None, lambda: work.step(next(batches), lambda: None)
+    built, steps = build(Setup(stage, bf16=True), dist.get_rank()), itertools.count(1)
+    return built.engine, None, lambda: built.step(next(steps))
 
 
 def _plain(model: Any, optimizer: Any = None) -> Job:

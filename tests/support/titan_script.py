@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.support import titan_cpu  # first: TorchTitan expects an accelerator
+from evaluation.jobs import titan_cpu  # first: TorchTitan expects an accelerator
 
 # isort: split
 from torchtitan import train
