@@ -25,7 +25,6 @@ from torchscout.campaign.cells.warm import EVERY_STEP, run_warm
 from torchscout.campaign.grading import Flaw
 from torchscout.campaign.results import Result
 from torchscout.cli.campaign import Options, print_campaign, run_campaign
-from torchscout.config import StragglerConfig
 from torchscout.faults.fault import since
 from torchscout.faults.plan import FaultPlan
 from torchscout.mesh import LayerKind
@@ -124,23 +123,6 @@ def test_cells_fail_when_the_detector_is_broken_and_when_nothing_was_injected(tm
     assert left.value.exit_code == 1
 
 
-def test_a_cell_fails_when_more_is_reported_than_is_wrong(tmp_path: Path):
-    """By a detector that calls a rank slow at the first chance."""
-    hasty = StragglerConfig(
-        kappa=1e-9,
-        min_slowdown_ratio=1.0,
-        min_slowdown_ms=0.0,
-        host_material_ms=0.0,
-        confirmations=1,
-        false_alarm_rate=0.9,
-    )
-    cell = Cell("numerical-sdc", "output", "ddp-4", faults=OUTPUT)
-    (found,) = run_warm([cell], tmp_path, 0, replay=replace(EVERY_STEP, straggler=hasty))
-    assert found.grade.flaw is Flaw.FALSE_ALARM, found
-    assert "also reported: straggler of " in found.grade.reason
-    assert (tmp_path / "run-1" / "records").exists(), "the evidence of a cell that failed stays"
-
-
 def test_an_undetected_hang_fails_its_cell(tmp_path: Path):
     faults = FaultPlan().stall(rank=1, at="step", step=3, seconds=2.0)
     cell = Cell("hang", "late", "ddp-4", Processes.OBSERVED, faults)
@@ -188,12 +170,6 @@ def test_a_corrupted_kernel_names_its_rank_and_an_unused_work_item_stays_clean(t
     assert [(each.ranks, each.surface) for each in faulty.found] == [((7,), f"{at}/output")]
     assert healthy.grade.flaw is Flaw.NOT_INJECTED
     assert "a wrong work item of rank 7 did not happen" in healthy.grade.reason
-
-
-@pytest.mark.long
-def test_a_process_that_fails_fails_its_cell(tmp_path: Path):
-    (found,) = run_kernel([Cell("moe-kernel", "work-items-sideways", "alone", Processes.KERNEL)], tmp_path)
-    assert (found.grade.flaw, found.grade.reason) == (Flaw.BROKEN, "its process failed: KeyError: 'sideways'")
 
 
 @pytest.mark.slow
