@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.ranks.test_recovery import answers, decisions, run
 from tests.ranks.test_standby import own_address
+from tests.support.restarts import answers, decisions, run
 from tests.support.torchrun_agents import ROOT, installed, running_agents
 from torchscout.decision.records.record import Action, Manifestation
 from torchscout.decision.records.recorder import IncidentLog
@@ -49,10 +49,10 @@ def test_nothing_is_done_in_thousands_of_healthy_steps(tmp_path: Path):
 
 
 def test_nothing_is_done_if_half_of_the_replicas_disagree_with_the_other_half(tmp_path: Path):
-    ended = run(tmp_path, "split", "restart,replace", ranks=4)
+    ended = run(tmp_path, "--fault", "split", "--act", "restart,replace", ranks=4)
     assert ended.returncode == 0, ended.stderr
     assert {each["life"] for each in answers(tmp_path)} == {0}
     (incident,) = IncidentLog.read(tmp_path / "run-0").incidents
     assert (incident.manifestation, len(incident.ranks)) == (Manifestation.SDC, 4)
     assert [(each.action, each.is_carried_out) for each in decisions(tmp_path)] == [(Action.INSPECT, False)]
-    assert not RestartPlan.path(tmp_path / "checkpoints").exists()
+    assert not RestartPlan.path(tmp_path / "kept" / "files").exists()

@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 
-from tests.ranks.test_recovery import answers, run
+from evaluation.jobs.contracts import FAULTY
+from evaluation.jobs.script import OTHER
 from tests.ranks.test_standby import own_address
-from tests.support.recovery_job import CULPRIT
+from tests.support.restarts import SCRIPT, answers, run
 from tests.support.torchrun_agents import Agents, installed, running_agents
 from torchscout.decision.records.record import Action, Decision, Scope
 from torchscout.decision.records.recorder import IncidentLog
@@ -28,7 +29,7 @@ SECONDS = 200.0
 def alone(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The weights of a job in which nothing happens."""
     folder = tmp_path_factory.mktemp("alone")
-    assert run(folder, "none", "").returncode == 0
+    assert run(folder).returncode == 0
     return str(answers(folder)[0]["bits"])
 
 
@@ -37,7 +38,7 @@ def job(tmp_path: Path, fault: str, standbys: int, machines: int = 3) -> Iterato
     """Machines of one rank each, the first of which has the store, and standbys."""
     folder = tmp_path / "job"
     folder.mkdir(parents=True)
-    script = ["-m", "tests.support.recovery_job", str(folder), fault, "restart,replace", "apart"]
+    script = [*SCRIPT, str(folder), "--fault", fault, "--act", "restart,replace", "--apart"]
     options = [
         f"--nnodes={machines}",
         "--nproc-per-node=1",
@@ -70,7 +71,7 @@ def test_a_blank_standby_gets_its_shards_from_a_peer(tmp_path: Path, alone: str)
     with job(tmp_path, "corrupt", 1) as (agents, folder):
         assert agents.wait(*"abcd", seconds=SECONDS) == [0] * 4, agents.everything()
         (decision,) = decisions(folder)
-        assert (decision.action, decision.ranks, decision.hosts) == (Action.REPLACE, (CULPRIT,), ("b",))
+        assert (decision.action, decision.ranks, decision.hosts) == (Action.REPLACE, (FAULTY,), ("b",))
         (blank,) = (each for each in ended(folder, "acd", alone) if each["host"] == "d")
         assert blank["resumed"] > 0
         assert blank["source"].startswith("rank "), blank
@@ -83,13 +84,13 @@ def test_a_lost_machine_is_named_replaced_and_excluded(tmp_path: Path, alone: st
         assert agents.wait(*"acd", seconds=SECONDS) == [0] * 3, agents.everything()
         assert agents.wait("b") == [-9]
         (incident,) = IncidentLog.read(folder / "run-0").incidents
-        assert (incident.scope, incident.ranks, incident.hosts) == (Scope.MACHINE, (CULPRIT,), ("b",))
+        assert (incident.scope, incident.ranks, incident.hosts) == (Scope.MACHINE, (FAULTY,), ("b",))
         assert incident.action is Action.REPLACE
         (decision,) = decisions(folder)
         assert (decision.action, decision.hosts, decision.is_carried_out) == (Action.REPLACE, ("b",), True)
         assert decision.sentence in agents.everything()
         assert min(each["resumed"] for each in ended(folder, "acd", alone)) > 0
-        plan = RestartPlan.read(folder / "disk-a")
+        plan = RestartPlan.read(folder / "kept-a" / "files")
         assert (plan.excluded, len(plan.restarts)) == (("b",), 1)
 
 
@@ -98,14 +99,14 @@ def test_two_failures_at_once_are_recovered_from(tmp_path: Path, alone: str):
         assert agents.wait(*"abc", seconds=SECONDS) == [0] * 3, agents.everything()
         found = decisions(folder)
         assert {each.action for each in found} <= {Action.RESTART, Action.REPLACE}
-        assert {rank for each in found for rank in each.ranks} <= {0, CULPRIT}
+        assert {rank for each in found for rank in each.ranks} <= {0, FAULTY}
         assert min(each["resumed"] for each in ended(folder, "abc", alone)) > 0
 
 
 def test_a_rank_that_is_killed_while_the_job_resumes_is_recovered_from_too(tmp_path: Path, alone: str):
     with job(tmp_path, "resuming", 1) as (agents, folder):
         assert agents.wait(*"abcd", seconds=SECONDS) == [0] * 4, agents.everything()
-        assert (folder / f"suffered-{CULPRIT + 1}").exists()
+        assert (folder / f"suffered-{OTHER}").exists()
         assert decisions(folder)[0].hosts == ("b",)
         assert all("verified checkpoint" in each["reason"] for each in ended(folder, "acd", alone))
 
@@ -114,7 +115,7 @@ def test_a_second_machine_may_be_lost_as_soon_as_the_job_has_resumed(tmp_path: P
     with job(tmp_path, "lost_again", 2) as (agents, folder):
         survivors = [name for name in "acde" if agents.started[name].wait(SECONDS) == 0]
         assert len(survivors) == 3, agents.everything()
-        assert (folder / f"suffered-{CULPRIT + 1}").exists()
+        assert (folder / f"suffered-{OTHER}").exists()
         (lost,) = {*"acde"} - {*survivors}
         found = decisions(folder)
         assert [(each.action, each.hosts) for each in found] == [
@@ -145,6 +146,6 @@ def test_a_job_whose_state_is_lost_stops_and_says_so(tmp_path: Path):
         assert found[-1].action is Action.STOP
         assert Action.REPLACE not in {each.action for each in found}
         assert "shard of rank 1" in found[-1].sentence
-        assert RestartPlan.read(folder / "disk-a").is_stopped
+        assert RestartPlan.read(folder / "kept-a" / "files").is_stopped
         assert found[-1].sentence in agents.everything()
         assert not [*folder.glob("rank-*.json")], "nothing trains on without the lost state"

@@ -1,0 +1,30 @@
+"""A program without a wrapper around its model."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from evaluation.jobs.entry import Entry
+from evaluation.jobs.job import Job
+from evaluation.jobs.models import GPT, next_token_loss, text
+from torchscout.config import Parallelism
+
+
+def no_wrapper(job: Job) -> None:
+    """Gradients are summed by parameter, and so after any start in the same order; DDP has another order in
+    its first step.
+    """
+    model = GPT()
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda each: dist.all_reduce(each.grad))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    job.attach(model, optimizer, parallelism=Parallelism(replica=job.world))
+    for step in job.steps():
+        tokens, targets = text(step, job.rank)
+        optimizer.zero_grad()
+        next_token_loss(model(tokens), targets).backward()
+        optimizer.step()
+
+
+JOBS: dict[str, Entry] = {"no-wrapper": Entry(no_wrapper)}
