@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
-from evaluation.jobs import compiled, frameworks, language, optimizers, sharded, vision
+from evaluation.jobs import (
+    compiled,
+    frameworks,
+    language,
+    optimizers,
+    plain,
+    sharded,
+    titan,
+    vision,
+)
 from evaluation.jobs.entry import Entry
 
 CATALOG: dict[str, Entry] = {
     **language.JOBS,
+    **plain.JOBS,
     **optimizers.JOBS,
     **vision.JOBS,
     **sharded.JOBS,
     **compiled.JOBS,
     **frameworks.JOBS,
+    **titan.JOBS,
 }
 
 NOT_RUN = {
