@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from evaluation.jobs import (
     compiled,
+    context,
+    deepspeed,
     frameworks,
     language,
+    megatron,
+    mixture,
     optimizers,
+    pipeline,
     plain,
     sharded,
+    tensor,
     titan,
     vision,
 )
@@ -21,7 +27,13 @@ CATALOG: dict[str, Entry] = {
     **vision.JOBS,
     **sharded.JOBS,
     **compiled.JOBS,
+    **tensor.JOBS,
+    **pipeline.JOBS,
+    **context.JOBS,
+    **mixture.JOBS,
     **frameworks.JOBS,
+    **megatron.JOBS,
+    **deepspeed.JOBS,
     **titan.JOBS,
 }
 

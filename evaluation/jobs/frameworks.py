@@ -1,13 +1,10 @@
-"""Programs that a framework trains: Hugging Face with and without its Trainer, Lightning and its Fabric,
-DeepSpeed, Megatron-Core.
-"""
+"""Programs that a framework trains: Hugging Face with and without its Trainer, Lightning and its Fabric."""
 
 from __future__ import annotations
 
 import logging
 import os
 import tempfile
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -15,14 +12,18 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset
 
-from evaluation.jobs.entry import Entry
+from evaluation.jobs.entry import Entry, Wrong
 from evaluation.jobs.job import Job
 from evaluation.jobs.models import GPT, LENGTH, next_token_loss, text
 
 
-def huggingface_loop(job: Job) -> None:
-    """A causal language model in a loop of one's own, under DDP."""
-    model = DistributedDataParallel(_llama())
+def huggingface_loop(job: Job, *, cached: bool = False) -> None:
+    """A causal language model in a loop of one's own, under DDP. ``cached``: it keeps keys and values for
+    generating text, as it does if nobody tells it otherwise.
+    """
+    net = _llama()
+    net.config.use_cache = cached
+    model = DistributedDataParallel(net)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, total_iters=1000)
     job.attach(model, optimizer, states={"schedule": schedule})
@@ -66,11 +67,15 @@ class Rows(Dataset[dict[str, torch.Tensor]]):
         return {"input_ids": row, "labels": row}
 
 
-def huggingface_trainer(job: Job) -> None:
+def huggingface_trainer(job: Job, *, recomputes: bool = False, family: str = "llama") -> None:
+    from accelerate.state import GradientState
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
     _as_torchrun()
-    net = _llama()
+    GradientState._reset_state()  # which has the loader of an earlier training, and its accumulation
+    net = _llama() if family == "llama" else _gpt2()
+    if recomputes:
+        net.gradient_checkpointing_enable({"use_reentrant": False})
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
 
     class Steps(TrainerCallback):
@@ -86,7 +91,8 @@ def huggingface_trainer(job: Job) -> None:
     settings = TrainingArguments(
         output_dir=tempfile.gettempdir(),
         max_steps=job.last_step,
-        per_device_train_batch_size=4,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
         save_strategy="no",
         logging_strategy="no",
         lr_scheduler_type="constant",
@@ -116,6 +122,16 @@ def _llama() -> Any:
         use_cache=False,
     )
     return LlamaForCausalLM(config)
+
+
+def _gpt2() -> Any:
+    """Its embedding and its head share their weight."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+    from transformers.utils import logging as printing
+
+    printing.set_verbosity_error()
+    sizes = {"n_embd": 24, "n_layer": 2, "n_head": 2, "n_positions": LENGTH}
+    return GPT2LMHeadModel(GPT2Config(vocab_size=48, use_cache=False, **sizes))
 
 
 def _as_torchrun() -> None:
@@ -194,64 +210,46 @@ def _lightning_environment(job: Job) -> Any:
     return TorchElasticEnvironment()
 
 
-def deepspeed_zero(job: Job, stage: int, *, offloads: bool = False) -> None:
-    from tests.support.checkpoint_jobs import Loader
-    from tests.support.deepspeed_jobs import Boundary, Plan, bits_of, work_of
-    from tests.support.deepspeed_layouts import offloaded
-
-    work = work_of(offloaded(stage) if offloads else Plan(stage=stage), job.rank)
-    engine, loader = work.engine, Loader(work.replica)
-    job.attach(
-        engine,
-        None,
-        states={"loader": loader},
-        also=lambda: [bits_of(engine, loader)],
-        weight=lambda: _held(engine.module),
-        slow=(engine.module, Boundary(engine)),
-    )
-    for _, batches in _fed(job, loader):
-        work.step(batches, lambda: None)
-
-
-def _held(model: torch.nn.Module) -> torch.Tensor:
-    """Return a weight, or this rank's part of it."""
-    each_one = (getattr(each, "ds_tensor", each) for each in model.parameters())
-    return next(each for each in each_one if each.numel() > 16)
-
-
-def megatron(job: Job, *, sharded: bool, instances: int = 1) -> None:
-    from tests.support.megatron_jobs import state_of
-    from tests.support.megatron_models import Trial, build, called, inner, one_step
-
-    built = build(Trial(sharded=sharded, instances=instances))
-    torch.manual_seed(7)
-    job.attach(
-        built.chunks[0],
-        built.optimizer,
-        states={"schedule": built.schedule, "loader": built.loader},
-        also=lambda: [state_of(built)],
-        weight=lambda: next(each for each in called(built).parameters() if each.ndim > 1),
-        slow=(called(built), inner(built)[0]),
-    )
-    for _ in job.steps():
-        one_step(built)
-
-
-def _fed(job: Job, loader: Any) -> Iterator[tuple[int, Any]]:
-    source = iter(loader)
-    for step in job.steps():
-        yield step, next(source)
-
-
+_STATE = ("state/parameters", "state/optimizer", "optimizer/reproduced")
+_LLAMA = (*_STATE, *(f"model.{part}/output" for part in ("embed_tokens", "layers.0", "layers.1")))
+_GPT2 = (*_STATE, *(f"transformer.{part}/output" for part in ("wte", "h.0", "h.1")))
+_OUTPUT = {"output": Wrong("model.layers.1/output", 1, calls=range(2, 400))}
+"""Training's own passes are two in a step."""
+_TRAINER: dict[str, Any] = {
+    "patience": 2,
+    "not_resumed": "goes on from the Trainer's own checkpoints",
+    "needs": ("transformers", "accelerate"),
+}
 JOBS: dict[str, Entry] = {
-    "huggingface": Entry(huggingface_loop, needs=("transformers",)),
+    "huggingface": Entry(huggingface_loop, compared=_LLAMA, unchecked=(), needs=("transformers",)),
+    "huggingface-cached": Entry(
+        partial(huggingface_loop, cached=True),
+        unchecked=("model.layers*",),
+        not_slowed="its layers are not replayed",
+        needs=("transformers",),
+    ),
     "huggingface-trainer": Entry(
         huggingface_trainer,
-        patience=2,
-        not_resumed="goes on from the Trainer's own checkpoints",
+        compared=_LLAMA,
+        unchecked=(),
+        wrong=_OUTPUT,
+        in_ci=("healthy", "wrong_number:output"),
+        **_TRAINER,
+    ),
+    "huggingface-trainer-recomputing": Entry(
+        partial(huggingface_trainer, recomputes=True), compared=_LLAMA, unchecked=(), **_TRAINER
+    ),
+    "huggingface-trainer-gpt2": Entry(
+        partial(huggingface_trainer, family="gpt2"), compared=_GPT2, unchecked=(), **_TRAINER
+    ),
+    "accelerate": Entry(
+        accelerate_loop,
+        compared=_LLAMA,
+        unchecked=(),
+        wrong=_OUTPUT,
+        in_ci=("healthy", "resumed"),
         needs=("transformers", "accelerate"),
     ),
-    "accelerate": Entry(accelerate_loop, needs=("transformers", "accelerate")),
     "lightning": Entry(
         lightning_trainer,
         patience=2,
@@ -259,20 +257,4 @@ JOBS: dict[str, Entry] = {
         needs=("lightning",),
     ),
     "lightning-fabric": Entry(fabric_loop, patience=2, needs=("lightning",)),
-    "deepspeed-zero1": Entry(partial(deepspeed_zero, stage=1), patience=2, needs=("deepspeed",)),
-    "deepspeed-zero3": Entry(
-        partial(deepspeed_zero, stage=3), flip="reported", patience=2, needs=("deepspeed",)
-    ),
-    "deepspeed-zero2-offload": Entry(
-        partial(deepspeed_zero, stage=2, offloads=True), patience=2, needs=("deepspeed",)
-    ),
-    "megatron": Entry(partial(megatron, sharded=False), patience=2, needs=("megatron",)),
-    "megatron-distributed-optimizer": Entry(partial(megatron, sharded=True), patience=2, needs=("megatron",)),
-    "megatron-two-instances": Entry(
-        partial(megatron, sharded=True, instances=2),
-        ranks=4,
-        flip="reported",
-        patience=2,
-        needs=("megatron",),
-    ),
 }

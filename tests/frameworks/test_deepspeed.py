@@ -1,140 +1,336 @@
-"""DeepSpeed as it is shipped, on Gloo ranks: what is checked, what training keeps, what is refused."""
+"""DeepSpeed as it is shipped, where the contracts of the catalog do not look: what is where, what is not
+covered, what one rank alone holds, checkpoints after wrong numbers, collectives of its own groups."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import io
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
-from tests.support.deepspeed_jobs import (
-    Plan,
+from evaluation.jobs.deepspeed import SOME_SMALL, WITHIN_PAIRS, Setup, build, master, scaled, train
+from evaluation.jobs.job import Trial
+from tests.support.job_ranks import (
     answering,
-    attach_to_another_version,
-    train_deterministically,
+    ask,
+    does_something_else,
+    goes_back,
+    overwritten,
+    seen,
+    surfaces,
 )
-from tests.support.deepspeed_layouts import EXPERTS, HEALTHY, LLAMA, MORE, SOME_SMALL, each_of, scaled
-from tests.support.hangs import QUICK
-from tests.support.ranks import LiveRanks
+from tests.support.links import is_named, slow
+from tests.support.ranks import LiveRanks, run_ranks
 from tests.support.scripts import EXAMPLES, losses_in, torchrun
+from torchscout.attach import enable_resiliency
+from torchscout.errors import ScoutError
+from torchscout.faults.effects import FlipBit
+from torchscout.faults.plan import FaultPlan
+from torchscout.log import log
+from torchscout.mesh import LayerKind
 
 __all__ = ["answering"]
 
-slow = pytest.mark.slow
+PIPELINE, AUTOTP = Setup(1, "pipeline", bf16=True), Setup(1, "tensor", bf16=True)
+EXPERTS = Setup(2, "mixture", bf16=True)
+ZERO_3 = Setup(3, bf16=True, zero=SOME_SMALL)
+Places = dict[str, list[int]]
 
 
-@pytest.mark.slow_cases("autotp zero-1 bf16", "experts zero-2 bf16", "zero-2 bf16", "zero-3 bf16")
-@pytest.mark.parametrize("plan", each_of(HEALTHY) + each_of(MORE, slow))
-def test_training_is_bitwise_the_same_and_everything_is_checked(four: LiveRanks, plan: Plan, tmp_path: Path):
-    alone = four.ask(plan, 400)
-    checked = four.ask(replace(plan, run_dir=tmp_path), 400)
-    for rank, (plain, seen) in enumerate(zip(alone, checked, strict=True)):
-        assert seen.bits == plain.bits
-        assert len(seen.bits) == 6
-        assert seen.places == seen.groups
-        assert (seen.failures, seen.named) == ([], [])
-        assert {name: why for name, why in seen.unchecked.items() if "did not step" not in str(why)} == {}
-        assert not seen.unchecked or "fp16" in plan.settings
-        parts = parts_of(plan, rank)
-        assert {f"{part}/{what}" for part in parts for what in ("output", "parameters")} <= seen.agreed
-        assert {f"{parts[1]}/grad_input", "optimizer/param", "optimizer/reproduced"} <= seen.agreed
-        assert state_of(plan) <= seen.agreed
-        # A step is what ends an accumulation, and nothing else.
-        assert (seen.status["step"], seen.status["replay"]["checks"]) == (6, 6)
+def places_of(rank: int, setup: Setup) -> tuple[Places, Places]:
+    """Who is along which axis: as torchscout reads it off the engine, and of DeepSpeed's own groups."""
+    engine = build(setup, rank).engine
+    from deepspeed.utils import groups
 
+    from torchscout.adapters.deepspeed import DeepSpeedAdapter
 
-def parts_of(plan: Plan, rank: int) -> tuple[str, ...]:
-    """What is replayed on a rank."""
-    stages = (("0", "1", "2"), ("3", "4", "5"))
-    return {
-        "pipeline": stages[rank // 2],
-        "mixture": ("tokens", "stack.0.up", *EXPERTS, "head"),
-        "tensor": LLAMA,
-    }.get(plan.kind, ("tokens", "stack.0", "stack.1", "head"))
-
-
-def state_of(plan: Plan) -> set[str]:
-    """What has copies is compared; what has one owner must not change by itself."""
-    kept = {0: {"state/parameters", "state/optimizer"}, 3: {"state/owned"}}
-    return kept.get(plan.stage, {"state/parameters", "state/owned"})
-
-
-def test_a_skipped_update_ends_a_step_and_is_no_update(four: LiveRanks, tmp_path: Path):
-    for seen in four.ask(replace(scaled(2, 20), run_dir=tmp_path), 120):
-        scales = [2.0**20, *seen.scales.values()]
-        skipped = {step for step in range(1, 7) if scales[step] < scales[step - 1]}
-        assert skipped
-        assert {each.step for each in seen.records if each.surface == "optimizer/update"} == {
-            *range(1, 7)
-        } - skipped
-        assert (seen.status["step"], seen.status["replay"]["checks"]) == (6, 6)
+    data = "shard" if setup.stage == 3 else "replica"
+    of: dict[tuple[str, LayerKind], Any] = {
+        "pipeline": lambda: {
+            (data, LayerKind.DENSE): engine.grid.get_data_parallel_group(),
+            ("pipeline", LayerKind.DENSE): engine.grid.get_pipe_parallel_group(),
+        },
+        "ulysses": lambda: {
+            (data, LayerKind.DENSE): groups._get_data_parallel_group(),
+            ("context", LayerKind.DENSE): groups._get_sequence_parallel_group(),
+        },
+        "tensor": lambda: {
+            (data, LayerKind.DENSE): groups.get_data_parallel_group(),
+            ("tensor", LayerKind.DENSE): groups.get_tensor_model_parallel_group(),
+        },
+        "mixture": lambda: {
+            (data, LayerKind.DENSE): engine.seq_data_parallel_group,
+            ("expert", LayerKind.EXPERT): groups._get_expert_parallel_group(f"ep_size_{setup.parts}"),
+            ("replica", LayerKind.EXPERT): groups._get_expert_data_parallel_group(f"ep_size_{setup.parts}"),
+        },
+    }.get(setup.kind, lambda: {(data, LayerKind.DENSE): engine.seq_data_parallel_group})()
+    mesh = DeepSpeedAdapter(engine, None).mesh(["here"] * dist.get_world_size())
+    ours = {f"{kind} {axis}": sorted(mesh.ranks_along(axis, rank, kind)) for axis, kind in of}
+    theirs = {
+        f"{kind} {axis}": sorted(dist.get_process_group_ranks(each)) for (axis, kind), each in of.items()
+    }
+    return ours, theirs
 
 
 @pytest.mark.long
-def test_uneven_routing_is_no_incident(four: LiveRanks, tmp_path: Path):
-    plan = Plan(2, "uneven", bf16=True, observer=QUICK, run_dir=tmp_path)
-    for seen in four.ask(plan, 200):
-        assert max(seen.routed) > sum(seen.routed) / 2
-        assert (seen.failures, seen.named, seen.unchecked) == ([], [], {})
-        assert {f"{expert}/output" for expert in EXPERTS} <= seen.agreed
+def test_ranks_are_where_deepspeed_has_them(four: LiveRanks):
+    experts = (EXPERTS, Setup(0, "mixture", parts=4))
+    for setup in (Setup(1), ZERO_3, PIPELINE, Setup(3, "ulysses", zero=SOME_SMALL), AUTOTP, *experts):
+        for ours, theirs in four.ask(partial(places_of, setup=setup), 120):
+            assert ours == theirs, setup
 
 
-ELSEWHERE = {"AutoEP": (Plan(0, "autoep"), "AutoEP")}
+@pytest.mark.long
+def test_a_skipped_update_ends_a_step_and_is_no_update(four: LiveRanks, tmp_path: Path):
+    for report in ask(four, "deepspeed-zero2-fp16", Trial(steps=6, interval=1, run_dir=tmp_path)):
+        assert (report.status["step"], report.status["replay"]["checks"]) == (6, 6)
+        of_updates = [each for each in report.numbers if each.surface.startswith("optimizer/")]
+        skipped = {each.step for each in of_updates if "did not step" in str(each.reason)}
+        assert skipped
+        assert {each.step for each in of_updates if each.surface == "optimizer/update"} == {
+            *range(1, 7)
+        } - skipped
 
 
-@slow
-@pytest.mark.parametrize(("plan", "what"), each_of(ELSEWHERE))
+@pytest.mark.slow
 def test_layers_that_cannot_be_called_again_leave_the_rest_checked_and_certified(
-    four: LiveRanks, plan: Plan, what: str, tmp_path: Path
+    four: LiveRanks, tmp_path: Path
 ):
-    plan = replace(plan, steps=3)
-    alone, attached = four.ask(plan, 120), four.ask(replace(plan, run_dir=tmp_path), 120)
-    for plain, found in zip(alone, attached, strict=True):
-        assert found.bits == plain.bits
-        assert (found.failures, found.named) == ([], [])
-        said = f"DeepSpeed's {what} cannot be called again as in training"
-        assert said in found.status["replay"]["covered"]["sentence"]
-        assert {"state/parameters", "state/owned"} <= found.agreed
-        assert found.status["replay"]["certified"] == 3
+    job, trial = partial(train, setup=Setup(0, "autoep")), Trial(steps=3, interval=1)
+    attached = ask(four, job, Trial(steps=3, interval=1, run_dir=tmp_path))
+    for plain, report in zip(ask(four, job, trial), attached, strict=True):
+        assert (report.bits, report.failures, report.incidents) == (plain.bits, [], [])
+        assert "AutoEP" in report.status["replay"]["covered"]["sentence"]
+        assert {"state/parameters", "state/owned"} <= report.agreed
+        assert report.certified == 3
+
+
+@pytest.mark.slow
+def test_parameters_that_are_written_in_the_forward_pass_are_named_as_not_covered(
+    four: LiveRanks, tmp_path: Path
+):
+    trial = Trial(steps=4, interval=2, run_dir=tmp_path)
+    for report in ask(four, partial(train, setup=Setup(3, zero=WITHIN_PAIRS)), trial):
+        assert (report.failures, report.incidents, report.certified) == ([], [], 4)
+        (names,) = report.status["replay"]["covered"]["missing"].values()
+        assert "blocks.0.up/weight.secondary" in names
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["bf16", "zero2", "zero2-offload", "zero3"])
+def test_all_working_copies_are_watched_between_updates(four: LiveRanks, name: str, tmp_path: Path):
+    for report in ask(four, f"deepspeed-{name}", Trial(steps=4, interval=2, run_dir=tmp_path)):
+        replay = report.status["replay"]
+        assert (replay["certified"], replay["watched"], replay["covered"]["missing"]) == (4, 1.0, {})
+
+
+def uninitialized(rank: int, trial: Trial) -> Any:
+    """Train while PyTorch fills the memory that it allocates with NaN."""
+    torch.use_deterministic_algorithms(True)
+    from tests.support.job_ranks import Training
+
+    return Training(partial(train, setup=ZERO_3), trial)(rank)
 
 
 @pytest.mark.long
 def test_what_zero_3_adds_to_make_partitions_equal_is_not_looked_at_for_nan(tmp_path: Path):
-    """Three ranks divide no parameter, and DeepSpeed does not initialize what it adds to the last parts."""
-    plan = Plan(3, zero=SOME_SMALL, bf16=True, run_dir=tmp_path)
-    with LiveRanks(answering, 3) as three:
-        for seen in three.ask(partial(train_deterministically, plan=plan), 120):
-            assert (seen.failures, seen.named) == ([], [])
-            assert seen.status["replay"]["certified"] == 6
+    """Three ranks do not divide every parameter, and DeepSpeed does not initialize what it adds."""
+    for report in run_ranks(uninitialized, 3, Trial(steps=6, interval=1, run_dir=tmp_path), timeout=300):
+        assert (report.failures, report.incidents, report.certified) == ([], [], 6)
 
 
-def test_a_newer_series_of_deepspeed_is_replayed_and_rank_0_warns(four: LiveRanks, tmp_path: Path):
-    seen = four.ask(partial(attach_to_another_version, run_dir=tmp_path), 60)
-    assert seen[0].endswith(
-        "deepspeed 0.20.0 is newer than 0.19.8, the newest release that torchscout was tried with; "
-        "what torchscout uses of it is still there"
+def miscalculates(engine: Any) -> None:
+    """Rank 2's optimizer gets one number of its part wrong in the third step, before others get it."""
+    if dist.get_rank() != 2:
+        return
+    inner = engine.optimizer.optimizer
+
+    def after(*_: Any) -> None:
+        parts = [part for group in inner.param_groups for part in group["params"]]
+        for part in parts if engine.global_steps == 2 else ():
+            with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(part):
+                FlipBit(3).corrupt(part.detach())
+
+    inner.register_step_post_hook(after)
+
+
+STAGES = pytest.mark.parametrize(
+    "setup",
+    [
+        pytest.param(Setup(1, bf16=True), id="1"),
+        pytest.param(ZERO_3, id="3", marks=pytest.mark.slow),
+    ],
+)
+
+
+@STAGES
+@pytest.mark.long_cases("1")
+def test_a_wrong_bit_in_what_one_rank_alone_holds_names_that_rank(
+    four: LiveRanks, setup: Setup, tmp_path: Path
+):
+    found = overwritten(partial(train, setup=setup), master, four, tmp_path, (2, 3))[0].incidents
+    assert (seen(found), surfaces(found)) == ([("sdc", "rank", (2,), 3)], {"state/owned"})
+
+
+@STAGES
+@pytest.mark.long_cases("1")
+def test_a_wrong_update_of_what_one_rank_alone_holds_names_that_rank(
+    four: LiveRanks, setup: Setup, tmp_path: Path
+):
+    # Whoever owns a replayed update is the source of its round, and that is rank 2 in the third step.
+    trial = Trial(steps=4, interval=1, run_dir=tmp_path)
+    found = ask(four, partial(train, setup=setup, prepare=miscalculates), trial)[0].incidents
+    assert seen(found) == [("sdc", "rank", (2,), 3)]
+    assert found[0].records[0].surface == "optimizer/update"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [2, 3])
+def test_owned_state_is_watched_while_an_update_is_skipped(four: LiveRanks, stage: int, tmp_path: Path):
+    setup = Setup(stage, settings=scaled(19), zero=SOME_SMALL if stage == 3 else {})
+    report = overwritten(partial(train, setup=setup), master, four, tmp_path, (2, 4))[0]
+    updates = [each for each in report.numbers if each.surface.startswith("optimizer/") and each.step == 4]
+    assert any("did not step" in str(each.reason) for each in updates)
+    assert seen(report.incidents) == [("sdc", "rank", (2,), 4)]
+    assert report.status["replay"]["certified"] < 4
+
+
+def weight(at: str, rank: int) -> Trial:
+    return Trial(faults=FaultPlan().flip_bit(rank=rank, at=f"{at}/weight", step=4, bit=2))
+
+
+def output(at: str, rank: int) -> Trial:
+    """Wrong in the second batch of a step, and in all replays of it."""
+    return Trial(
+        faults=FaultPlan().flip_bit(rank=rank, at=f"{at}/output", step=4, bit=2, calls=range(1, 200))
     )
-    assert seen[1:] == [""] * 3
 
 
-def test_a_newer_deepspeed_that_lacks_something_is_refused_with_its_name(four: LiveRanks, tmp_path: Path):
-    seen = four.ask(partial(attach_to_another_version, run_dir=tmp_path, removed="autotp_size"), 60)
-    refused = (
-        "deepspeed 0.20.0 has no deepspeed.DeepSpeedEngine.autotp_size; 0.19.8 is the newest release that "
-        "torchscout was tried with. Install that release, or set TORCHSCOUT=off to train without torchscout."
-    )
-    assert set(seen) == {refused}
+EXCLUDED = {
+    "zero-1": (Setup(1), weight("blocks.0.down", 1)),
+    "zero-3": (Setup(3, zero=SOME_SMALL), output("blocks.0", 1)),
+    "pipeline": (PIPELINE, weight("3.up", 3)),
+    "experts": (EXPERTS, weight("blocks.0.moe.deepspeed_moe.experts.deepspeed_experts.1.0", 3)),
+    "autotp": (AUTOTP, weight("model.layers.0.mlp.down_proj", 2)),
+}
 
 
-@slow
+@pytest.mark.slow
+@pytest.mark.parametrize(("setup", "spoiled"), EXCLUDED.values(), ids=EXCLUDED)
+def test_no_checkpoint_after_wrong_numbers_is_loaded(
+    four: LiveRanks, setup: Setup, spoiled: Trial, tmp_path: Path
+):
+    goes_back(four, partial(train, setup=setup), spoiled, 4, tmp_path)
+
+
+SEQUENCES, LAYERS = "all_to_all@mesh_sequence_parallel", "all_reduce@mesh_tensor_parallel"
+ELSEWHERE = {
+    "zero-1, gathering": (Setup(1), "all_gather@undefined", "dtype", (1,)),
+    "zero-2": (Setup(2, bf16=True), "all_reduce@undefined", "dtype", (1,)),
+    "zero-3": (Setup(3, zero=SOME_SMALL), "reduce_scatter@default_pg", "dtype", (1,)),
+    "zero-3 in pairs": (Setup(3, zero=WITHIN_PAIRS), "all_gather@undefined", "operation", (0, 1)),
+    "pipeline, a transfer": (PIPELINE, "send@default_pg", "shape", (1, 3)),
+    "experts": (Setup(0, "mixture", parts=4), "all_to_all@undefined", "dtype", (1,)),
+    "ulysses": (Setup(3, "ulysses", zero=SOME_SMALL), SEQUENCES, "operation", (0, 1)),
+    "autotp": (Setup(2, "tensor"), LAYERS, "operation", (0, 1)),
+    "autotp of all": (Setup(1, "tensor", parts=4), "all_reduce@default_pg", "dtype", (1,)),
+}
+"""Of a group of three or more the rank is named, of two both."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("setup", "at", "what", "ranks"), ELSEWHERE.values(), ids=ELSEWHERE)
+def test_a_rank_with_another_collective_is_named(
+    setup: Setup, at: str, what: str, ranks: tuple[int, ...], tmp_path: Path
+):
+    found = another(4, setup, at, what, tmp_path)
+    scope = "rank" if len(ranks) == 1 else "process_group"
+    assert {each[:3] for each in seen(found)} == {("hang", scope, ranks)}, found
+    # That the two of a pair wait for each other would be another finding.
+    assert all(each.records[0].surface.startswith("fingerprint/") for each in found), found
+
+
+@pytest.mark.slow
+def test_one_of_three_with_the_same_stage_and_another_collective_is_named(tmp_path: Path):
+    found = another(6, PIPELINE, "all_gather@undefined", "shape", tmp_path)
+    assert [each[1:3] for each in seen(found)] == [("rank", (1,))]
+
+
+def another(size: int, setup: Setup, at: str, what: str, folder: Path) -> list[Any]:
+    faults = FaultPlan().change_collective(rank=1, at=at, axis="replica", step=4, what=what)
+    return does_something_else(size, partial(train, setup=setup), faults, folder)
+
+
+LINKS = {
+    "pipeline": (PIPELINE, "send@default_pg", "pipeline", (1, 4)),
+    "a stage of three": (Setup(1, "pipeline", parts=3), "all_gather@undefined", "replica", (2, 3)),
+    "experts": (EXPERTS, "all_to_all@undefined", "expert", (2, 3)),
+    "ulysses": (Setup(1, "ulysses"), SEQUENCES, "context", (2, 3)),
+    "autotp": (AUTOTP, LAYERS, "tensor", (2, 3)),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("setup", "at", "axis", "ranks"), LINKS.values(), ids=LINKS)
+def test_a_slow_link_names_its_process_group(
+    six: LiveRanks, setup: Setup, at: str, axis: str, ranks: tuple[int, ...], tmp_path: Path
+):
+    trial = Trial(steps=6, interval=1, run_dir=tmp_path, faults=slow(ranks, at, axis))
+    is_named(ranks, axis, ask(six, partial(train, setup=setup), trial))
+
+
+def newer(rank: int, folder: Path, removed: str | None = None) -> str:
+    """What is logged or raised if DeepSpeed is newer than it is, and its engine lacks a method."""
+    engine = build(Setup(), rank).engine
+    import deepspeed
+
+    with pytest.MonkeyPatch.context() as patch, logged() as written:
+        patch.setattr(deepspeed, "__version__", "0.20.0")
+        if removed is not None:
+            patch.delattr(deepspeed.DeepSpeedEngine, removed)
+        try:
+            with enable_resiliency(engine, observer=None, run_dir=folder) as session:
+                assert "off" not in session.status()["replay"]
+        except ScoutError as error:
+            return str(error)
+        return next((line for line in written.getvalue().splitlines() if "0.20.0" in line), "")
+
+
+@contextmanager
+def logged() -> Iterator[io.StringIO]:
+    handler = logging.StreamHandler(io.StringIO())
+    log.addHandler(handler)
+    yield handler.stream
+    log.removeHandler(handler)
+
+
+@pytest.mark.long
+def test_a_newer_deepspeed_is_replayed_with_a_warning_unless_it_lacks_something_which_is_named(
+    four: LiveRanks, tmp_path: Path
+):
+    warning, *others = four.ask(partial(newer, folder=tmp_path / "all"), 60)
+    assert "0.20.0" in warning
+    assert others == [""] * 3
+    for refused in four.ask(partial(newer, folder=tmp_path / "less", removed="autotp_size"), 60):
+        assert "0.20.0" in refused
+        assert "deepspeed.DeepSpeedEngine.autotp_size" in refused
+
+
+@pytest.mark.slow
 def test_the_example_trains_and_goes_on_from_its_checkpoint(tmp_path: Path):
     script = EXAMPLES / "frameworks" / "deepspeed_zero.py"
     assert script.read_text().count("\n") < 60
     losses: dict[int, float] = {}
-    for first, last in ((1, 10), (11, 15)):
-        seen = losses_in(torchrun(3, [script, "--steps", last], tmp_path, DS_ACCELERATOR="cpu"))
-        assert [*seen] == [*range(first, last + 1)]
-        losses |= seen
+    for begin, end in ((1, 10), (11, 15)):
+        printed = losses_in(torchrun(3, [script, "--steps", end], tmp_path, DS_ACCELERATOR="cpu"))
+        assert [*printed] == [*range(begin, end + 1)]
+        losses |= printed
     assert losses[15] < losses[1]
     assert not [*tmp_path.glob("scout-run-*/incidents.jsonl")]

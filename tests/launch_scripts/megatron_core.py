@@ -5,11 +5,11 @@ import sys
 import torch.distributed as dist
 from digest import end, leave
 
-from tests.support.megatron_models import Trial, build, called, one_step
+from evaluation.jobs.megatron import Setup, build, one_step
 
 dist.init_process_group("gloo")
-job = build(Trial(sharded=sys.argv[2] == "sharded"))
-for _ in range(8):
-    one_step(job)
-leave(called(job))
+job = build(Setup(sharded=sys.argv[2] == "sharded"))
+for step in range(1, 9):
+    one_step(job, step)
+leave(job.called)
 end()

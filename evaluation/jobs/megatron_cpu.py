@@ -1,6 +1,7 @@
 """Lets the real Megatron-Core train on CPU: import this in a rank of its own, and call ``work_around``.
 
 Only entry points of ``torch.cuda`` are redirected, and factories that are called with ``device="cuda"``.
+``python -m evaluation.jobs.megatron_cpu SCRIPT`` runs a script that way.
 """
 
 from __future__ import annotations
@@ -8,6 +9,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import runpy
+import sys
 import time
 import types
 from typing import Any
@@ -187,3 +190,7 @@ def _fuse() -> None:
 _redirect()
 _keep_tensors()
 _OnCpu().__enter__()
+
+if __name__ == "__main__":
+    work_around()
+    runpy.run_path(sys.argv[1], run_name="__main__")

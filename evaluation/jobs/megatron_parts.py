@@ -61,12 +61,12 @@ def _places(rank: int, ranks: int, half: int) -> torch.Tensor:
     return torch.cat([torch.arange(first, first + half), torch.arange(last, last + half)])
 
 
-def spec_of(trial: Any, config: Any, virtual: int | None) -> Any:
+def spec_of(setup: Any, config: Any, virtual: int | None) -> Any:
     """As Megatron's own local layer, with parts of ours where that cannot do it."""
-    spec = get_gpt_layer_local_spec(num_experts=trial.experts, moe_grouped_gemm=False)
-    if trial.context > 1:
+    spec = get_gpt_layer_local_spec(num_experts=setup.experts, moe_grouped_gemm=False)
+    if setup.context > 1:
         spec.submodules.self_attention.submodules.core_attention = ContextAttention
-    if not trial.sequence:
+    if not setup.sequence:
         return spec
     spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = Norm
     layers = [spec] * get_num_layers_to_build(config, vp_stage=virtual)
