@@ -218,12 +218,6 @@ def test_the_cases_run_every_role_of_every_pass():
     assert run == {f"{which}/{role.word}" for which in PASSES for role in WorkItem}
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_counting_changes_no_result_and_repeats_give_the_same_profile(interpreted, name):
-    assert interpreted["cases"][name]["counting changes nothing"]
-    assert interpreted["cases"][name]["stable"]
-
-
 def test_a_regime_is_whether_a_multiprocessor_idles_or_strictly_how_many_waves_there_are(interpreted):
     one, three, four = interpreted["regimes"]["pressure"]
     assert one != three
