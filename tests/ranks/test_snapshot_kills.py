@@ -87,15 +87,12 @@ def lives(folder: Path, count: int, longest: float) -> None:
     assert first > count, "and they got on"
 
 
-def test_a_trainer_killed_at_any_instant_leaves_its_last_snapshots_whole(memory: Path, server: None):
+@pytest.mark.parametrize("kills", [20, pytest.param(100, marks=pytest.mark.slow)])
+def test_a_trainer_killed_at_any_instant_leaves_its_last_snapshots_whole(
+    memory: Path, server: None, kills: int
+):
     train(memory, 1, 2, WIDTH, lambda *_: None)
-    lives(memory, 20, 0.3)
-
-
-@pytest.mark.slow
-def test_a_hundred_kills_leave_whole_snapshots(memory: Path, server: None):
-    train(memory, 1, 2, WIDTH, lambda *_: None)
-    lives(memory, 100, 0.5)
+    lives(memory, kills, 0.3)
 
 
 def mounted(folder: Path, size: str, script: str, *arguments: str) -> str:

@@ -35,8 +35,6 @@ LAYOUTS = [
     ("tp", (2,)),
     ("fsdp2+tp", (2, 2)),
 ]
-BEGINNING = ("ddp", "fsdp2")
-"""Which are interrupted before their first step in ordinary runs, too."""
 
 
 class Parallel(Job):
@@ -95,17 +93,21 @@ def divide(net: Net, mesh: DeviceMesh) -> None:
         parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
 
 
-def crash_and_resume(rank: int, kind: str, shape: tuple[int, ...], at: int) -> tuple[bool, bool, int]:
-    """Return whether every bit and every stream was restored, and how many tensors there were."""
+def crash_and_resume(rank: int, kind: str, shape: tuple[int, ...]) -> list[tuple[bool, bool, int]]:
+    """Return whether every bit and every stream was restored, and how many tensors there were, of a job that
+    was interrupted before its first step and of one that was interrupted later."""
     warnings.filterwarnings("ignore")
-    whole, resumed = interrupted(lambda: make(kind, shape), at=at, steps=at + 3)
-    bits = all_bits(whole)
-    inner = [each.optim for job in (whole, resumed) for each in job.optimizers if hasattr(each, "optim")]
-    same = all_bits(resumed) == bits
-    if inner:
-        ours, theirs = (all_bits(Job(nn.Module(), [each])) for each in inner)
-        same = same and ours == theirs and any("exp_avg" in str(each) for each in ours.values())
-    return same, whole.streams == resumed.streams, len(bits)
+    answers = []
+    for at in (0, 2):
+        whole, resumed = interrupted(lambda: make(kind, shape), at=at, steps=at + 3)
+        bits = all_bits(whole)
+        same = all_bits(resumed) == bits
+        inner = [each.optim for job in (whole, resumed) for each in job.optimizers if hasattr(each, "optim")]
+        if inner:
+            ours, theirs = (all_bits(Job(nn.Module(), [each])) for each in inner)
+            same = same and ours == theirs and any("exp_avg" in str(each) for each in ours.values())
+        answers.append((same, whole.streams == resumed.streams, len(bits)))
+    return answers
 
 
 def refused(
@@ -211,28 +213,17 @@ def _outcome(capture: Capture, bits: Any, fresh: Job) -> tuple[str | None, bool]
     return None, same
 
 
-@pytest.mark.slow_cases(
-    "ddp-shape7-2",
-    "fsdp2+tp-shape13-2",
-    "fsdp2-shape10-2",
-    "fsdp2-shape3-0",
-    "fsdp2-shape9-2",
-    "hsdp-shape11-2",
-    "zero-shape8-2",
-)
+@pytest.mark.slow_except("ddp-2", "fsdp2-2", "tp-2")
 @pytest.mark.parametrize(
-    ("kind", "shape", "at"),
-    [
-        pytest.param(*layout, at, marks=pytest.mark.slow if at == 0 and layout[0] not in BEGINNING else ())
-        for at in (0, 2)
-        for layout in LAYOUTS
-    ],
+    ("kind", "shape"),
+    [pytest.param(kind, shape, id=f"{kind}-{'x'.join(map(str, shape))}") for kind, shape in LAYOUTS],
 )
-def test_interrupted_ranks_are_bitwise_the_uninterrupted_ones(kind: str, shape: tuple[int, ...], at: int):
-    for same, same_streams, count in run_ranks(crash_and_resume, math.prod(shape), kind, shape, at):
-        assert same
-        assert same_streams
-        assert count > 18, "parameters and groups at least"
+def test_interrupted_ranks_are_bitwise_the_uninterrupted_ones(kind: str, shape: tuple[int, ...]):
+    for answers in run_ranks(crash_and_resume, math.prod(shape), kind, shape):
+        for same, same_streams, count in answers:
+            assert same
+            assert same_streams
+            assert count > 18, "parameters and groups at least"
 
 
 @pytest.mark.parametrize(("kind", "shape"), [("ddp", (2,)), ("fsdp2", (2,)), ("fsdp2+tp", (2, 2))])
@@ -246,22 +237,16 @@ def test_what_is_captured_while_ranks_train_on_is_the_state_of_one_step(
 @pytest.mark.parametrize(
     ("kept", "here", "expected"),
     [
-        (("ddp", ()), ("fsdp2", (2,)), "'module.tokens.weight' is in the checkpoint but not in this job"),
-        (("tp", (2,)), ("fsdp2", (2,)), "stack.0.up.weight' .*is on a mesh with axes"),
-        (("fsdp2", (2,)), ("tp", (2,)), "'tokens.weight' has shape .24, 16., had .12, 16."),
+        (("ddp", ()), ("fsdp2", (2,)), "'module.tokens.weight'"),
+        (("tp", (2,)), ("fsdp2", (2,)), "'stack.0.up.weight' .* mesh"),
+        (("fsdp2", (2,)), ("tp", (2,)), "'tokens.weight' .*24, 16.*12, 16"),
+        (("hsdp", (2, 2)), ("hsdp", (4, 1)), "shape|4, 1.*2, 2"),
     ],
 )
 def test_another_layout_is_refused_and_nothing_changes(kept, here, expected: str):
-    for message, unchanged in run_ranks(refused, 2, kept, here):
+    for message, unchanged in run_ranks(refused, math.prod(here[1]), kept, here):
         assert unchanged
-        assert message.startswith("the checkpoint does not fit this job: ")
         assert re.search(expected, message), message
-
-
-def test_hsdp_of_another_mesh_is_refused():
-    for message, unchanged in run_ranks(refused, 4, ("hsdp", (2, 2)), ("hsdp", (4, 1))):
-        assert unchanged
-        assert "has shape" in message or "is on a mesh of [4, 1], was [2, 2]" in message
 
 
 def test_gathered_parameters_are_neither_kept_nor_left_stale():
