@@ -143,7 +143,8 @@ def wrong_number(job: Attempt, place: str) -> str:
         outcome = ranks.train(trial)
     expect(outcome.reports[wrong.rank].fired > 0, "the fault did not happen")
     expect(not any(each.failures for each in outcome.reports), "a check failed")
-    found = outcome.incidents
+    # A busy machine may make a rank slow as well, which is true.
+    found = [each for each in outcome.incidents if each.manifestation is Manifestation.SDC]
     expect(bool(found), "missed")
     first = found[0]
     seen = (first.scope.value, first.ranks, first.records[0].surface, first.step)

@@ -279,9 +279,12 @@ def entry(layout: Layout, **more: Any) -> Entry:
 
 REPLAYED = range(MICROBATCHES, 400)
 """The calls of a place in a step that are not training's own."""
+_PAIR = "not tried: of two that do the same work, none is named"
 JOBS: dict[str, Entry] = {
     "pipeline-1f1b": entry(
         Layout("1f1b"),
+        in_test=("healthy",),
+        in_ci=("wrong_number:output", "wrong_number:gradient", "wrong_number:weight", "late"),
         wrong={
             "output": Wrong("blocks.1/output", 2, step=2, bit=3, calls=REPLAYED),
             "later-output": Wrong("blocks.3/output", 5, step=3, bit=3, calls=REPLAYED),
@@ -295,24 +298,45 @@ JOBS: dict[str, Entry] = {
     ),
     "pipeline-interleaved": entry(
         Layout("interleaved", pipeline_first=True, by_degrees=True),
+        in_ci=("healthy",),
         wrong={
             "output": Wrong("1.blocks.3/output", 2, step=2, bit=3, calls=REPLAYED),
         },
     ),
-    "pipeline-gpipe-ddp": entry(Layout("gpipe", 2, "ddp"), flip="reported"),
+    "pipeline-gpipe-ddp": entry(
+        Layout("gpipe", 2, "ddp"),
+        flip="reported",
+        in_ci=("wrong_number:output",),
+        not_slowed=_PAIR,
+        wrong={
+            # Two replicas have no majority.
+            "output": Wrong(
+                "module.blocks.1/output",
+                2,
+                "blocks.1/output",
+                bit=3,
+                calls=REPLAYED,
+                scope="peer_group",
+                named=(0, 2),
+            )
+        },
+    ),
     "pipeline-1f1b-fsdp2": entry(
         Layout("1f1b", 3, "fsdp", pipeline_first=True),
         flip="reported",
+        in_ci=("healthy",),
         wrong={"output": Wrong("blocks.1/output", 2, step=2, bit=3, calls=REPLAYED)},
     ),
-    "pipeline-1f1b-hsdp": entry(Layout("1f1b", 4, "hsdp"), flip="reported"),
+    "pipeline-1f1b-hsdp": entry(Layout("1f1b", 4, "hsdp"), flip="reported", not_slowed=_PAIR),
     "pipeline-zero-bubble-checkpointing": entry(Layout("zero bubble", 3, "checkpoints")),
     "pipeline-interleaved-compiled": entry(
-        Layout("interleaved", 2, "compiled blocks"), flip="reported", patience=3
+        Layout("interleaved", 2, "compiled blocks"), flip="reported", patience=3, not_slowed=_PAIR
     ),
 }
 if _CAN_FOLD:
     JOBS |= {
-        "pipeline-zbv-fsdp2": entry(Layout("zbv", 2, "gathered fsdp", by_degrees=True), flip="reported"),
+        "pipeline-zbv-fsdp2": entry(
+            Layout("zbv", 2, "gathered fsdp", by_degrees=True), flip="reported", not_slowed=_PAIR
+        ),
         "pipeline-dualpipe": entry(Layout("dualpipe")),
     }

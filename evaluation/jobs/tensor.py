@@ -147,7 +147,12 @@ _WRONG = {
 }
 JOBS: dict[str, Entry] = {
     "tensor-plain": Entry(
-        partial(train, split=plain, shape=_PAIRS), ranks=6, compared=REPLICATED, unchecked=(), wrong=_WRONG
+        partial(train, split=plain, shape=_PAIRS),
+        ranks=6,
+        compared=REPLICATED,
+        unchecked=(),
+        wrong=_WRONG,
+        in_ci=("healthy", "wrong_number:part"),
     ),
     "tensor-sequence": Entry(
         partial(train, split=sequence, shape=_PAIRS),
@@ -167,6 +172,8 @@ JOBS: dict[str, Entry] = {
         compared=REPLICATED,
         unchecked=(),
         wrong=_WRONG,
+        in_test=("healthy",),
+        in_ci=("slow_then_flipped", "wrong_number:weight"),
     ),
     "tensor-fsdp2": Entry(
         partial(train, split=distributed, shape=_PAIRS, sharded=True),
