@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -46,23 +45,24 @@ def test_a_line_that_is_being_written_is_passed_on_once_it_is_complete(tmp_path:
     with (tmp_path / "news").open("ab") as file:
         file.write(whole[:40])
         file.flush()
-        time.sleep(1.1)
+        news.look()
         assert received == []
         file.write(whole[40:])
     news.close()
     assert received == [INCIDENT]
 
 
-@pytest.mark.parametrize("rank", range(8))
-def test_one_rank_logs_an_incident(rank: int, caplog: pytest.LogCaptureFixture):
+def test_one_rank_logs_an_incident(caplog: pytest.LogCaptureFixture):
     """The first one, unless it is named itself: it may be unable to run."""
-    news = IncidentCallback(rank, [], raise_it)
-    news.add(0, [INCIDENT])
     assert INCIDENT.ranks != (0,)
-    assert len(caplog.messages) == (rank == 0)
-    news.add(0, [NAMES_RANK_0])
-    news.close()
-    assert len(caplog.messages) == (rank == 0) + (rank == NAMES_RANK_0.reporter)
+    for rank in range(8):
+        caplog.clear()
+        news = IncidentCallback(rank, [], raise_it)
+        news.add(0, [INCIDENT])
+        assert len(caplog.messages) == (rank == 0)
+        news.add(0, [NAMES_RANK_0])
+        news.close()
+        assert len(caplog.messages) == (rank == 0) + (rank == NAMES_RANK_0.reporter)
 
 
 def test_a_finding_of_one_observer_is_logged_by_its_own_rank(
@@ -71,9 +71,9 @@ def test_a_finding_of_one_observer_is_logged_by_its_own_rank(
     news = IncidentCallback(3, [], raise_it, tmp_path / "news")
     found(tmp_path / "news", NOT_CHECKED)
     news.close()
-    assert caplog.messages == [
-        f"torchscout: step {NOT_CHECKED.step}: {NOT_CHECKED.surface}: {NOT_CHECKED.reason}"
-    ]
+    (line,) = caplog.messages
+    for fact in (f"step {NOT_CHECKED.step}", NOT_CHECKED.surface, str(NOT_CHECKED.reason)):
+        assert fact in line
 
 
 def test_a_function_that_raises_is_called_with_the_next_incident_all_the_same():
