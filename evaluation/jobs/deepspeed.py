@@ -458,7 +458,7 @@ def _entry(setup: Setup, parts: tuple[str, ...] = GPT_PARTS, **more: Any) -> Ent
     compared = [f"{part}/{what}" for part in parts for what in ("output", "parameters")]
     compared += ["optimizer/param", "optimizer/reproduced"]
     compared += _STATE.get(setup.stage, ("state/parameters", "state/owned"))
-    unchecked = ("optimizer/*",) if "fp16" in setup.settings else ()  # where an update was skipped
+    unchecked = ("*/optimizer",) if "fp16" in setup.settings else ()  # where an update was skipped
     settings = {"compared": compared, "unchecked": unchecked, "patience": 2, "needs": ("deepspeed",)} | more
     return Entry(partial(train, setup=setup), **settings)
 

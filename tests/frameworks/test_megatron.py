@@ -22,6 +22,7 @@ from tests.support.job_ranks import (
     goes_back,
     overwritten,
     seen,
+    skips_are_no_updates,
     surfaces,
 )
 from tests.support.links import is_named, slow
@@ -93,10 +94,7 @@ def test_an_unsupported_setting_is_reported_and_training_is_unchanged(
 
 @pytest.mark.long
 def test_a_skipped_update_ends_a_step_and_is_no_update(four: LiveRanks, tmp_path: Path):
-    for report in ask(four, "megatron-fp16", Trial(steps=6, interval=1, run_dir=tmp_path)):
-        assert (report.status["step"], report.status["replay"]["checks"]) == (6, 6)
-        updates = {each.step for each in report.records if each.surface == "optimizer/update"}
-        assert updates == {3, 4, 5, 6}
+    skips_are_no_updates(ask(four, "megatron-fp16", Trial(steps=6, interval=1, run_dir=tmp_path)))
 
 
 @pytest.mark.long_cases("optimizer shards")

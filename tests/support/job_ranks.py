@@ -66,6 +66,17 @@ def overwritten(
     return reports
 
 
+def skips_are_no_updates(reports: list[Report]) -> None:
+    """Check that each of six steps was checked, and that updates were where the optimizer had stepped."""
+    for report in reports:
+        assert (report.status["step"], report.status["replay"]["checks"]) == (6, 6)
+        skipped = {each.step for each in report.numbers if "did not step" in str(each.reason)}
+        assert skipped
+        assert {each.step for each in report.numbers if each.surface == "optimizer/update"} == {
+            *range(1, 7)
+        } - skipped
+
+
 def goes_back(
     ranks: LiveRanks, train: Callable[[Job], None], spoiled: Trial, step: int, folder: Path
 ) -> None:
