@@ -141,14 +141,15 @@ class Graphed(GPT):
 
 def cuda_graph(job: Job) -> None:
     """Forward and backward are a graph after some eager steps; gradients are averaged outside of it."""
-    _graphed(job, Graphed())
+    graphed(job, Graphed())
 
 
 def cuda_graph_float8(job: Job) -> None:
-    _graphed(job, in_float8(Graphed()))
+    graphed(job, in_float8(Graphed()))
 
 
-def _graphed(job: Job, net: Graphed) -> None:
+def graphed(job: Job, net: Graphed, *, warm: int = WARM, whole_step: bool = False) -> None:
+    """``whole_step``: the update is part of the graph."""
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3, capturable=job.device == "cuda")
     scaling = scaling_of(net)
     job.attach(
@@ -158,12 +159,14 @@ def _graphed(job: Job, net: Graphed) -> None:
         states={"scaling": scaling},
         also=lambda: [scaling.state_dict()],
     )
-    passes = _Passes(job, net)
+    passes = _Passes(job, net, optimizer.step if whole_step else None)
     for count, step in enumerate(job.steps()):
         for given, new in zip(passes.batch, text(step, job.rank), strict=True):
             given.copy_(new)
         optimizer.zero_grad(set_to_none=False)
-        passes.run(is_eager=count < WARM)
+        passes.run(is_eager=count < warm)
+        if whole_step:
+            continue
         for parameter in net.parameters():
             dist.all_reduce(parameter.grad)
             parameter.grad /= job.world
@@ -171,11 +174,14 @@ def _graphed(job: Job, net: Graphed) -> None:
 
 
 class _Passes:
-    """The forward and backward passes of a step, on a batch that stays where it is."""
+    """The forward and backward passes of a step, on a batch that stays where it is.
 
-    def __init__(self, job: Job, net: Graphed) -> None:
+    ``update`` is what comes after them in the graph.
+    """
+
+    def __init__(self, job: Job, net: Graphed, update: Callable[[], Any] | None) -> None:
         self.batch = [each.clone() for each in text(0, job.rank)]
-        self._net, self._graph = net, None
+        self._net, self._update, self._graph = net, update, None
         self._side = torch.cuda.Stream() if job.device == "cuda" else None
 
     def run(self, *, is_eager: bool) -> None:
@@ -198,6 +204,8 @@ class _Passes:
         # Only this thread captures, and NCCL's watchdog must be allowed to look at its events.
         with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
             self._both()
+            if self._update is not None:
+                self._update()
         return graph
 
     def _both(self) -> None:

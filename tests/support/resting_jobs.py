@@ -1,73 +1,49 @@
-"""Jobs whose state changes by itself between two updates, where no other rank has a copy of it."""
+"""Jobs of the catalog whose state changes by itself between two updates, where no other rank has a copy."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from tests.support.findings import Findings, findings_of
-from tests.support.replayed_job import Net, device, flip_in_memory, loss_of
-from tests.support.sharded_jobs import SHARDINGS
-from torchscout.attach import enable_resiliency
-from torchscout.config import Parallelism, ReplayConfig
+from evaluation.jobs.catalog import CATALOG
+from evaluation.jobs.job import Job, Report, Trial
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Resting:
-    """One job."""
-
-    run_dir: Path
-    layout: str = "fsdp2"
-    """Or ``tensor``: one replica, whose ranks all do different work."""
-    steps: int = 20
-    replay: ReplayConfig = ReplayConfig(interval=5)  # noqa: RUF009  frozen
-    flip: tuple[int, int, str] | None = None
-    """A rank, the step after whose update one of its bits changes, and of what: ``weight`` or a slot."""
+    trial: Trial
+    job: str = "fsdp2"
+    what: str = "weight"
+    """That a flip changes, or a slot of the optimizer."""
     clipped: str = ""
     """How training writes to a weight between updates: ``counted`` by PyTorch, by ``data``, so ``once``."""
 
 
-def resting(rank: int, jobs: Iterator[Resting]) -> Iterator[Findings]:
-    for job in jobs:
-        yield _train(rank, job)
+class RestingJob(Job):
+    def __init__(self, rank: int, resting: Resting) -> None:
+        super().__init__(rank, resting.trial)
+        self._resting = resting
 
+    def attach(self, model: Any, optimizer: Any, **settings: Any) -> None:
+        weight, what = model.blocks[1].up.weight, self._resting.what
+        self._clipped = model.blocks[0].up.bias
+        settings["weight"] = lambda: weight if what == "weight" else optimizer.state[weight][what]
+        super().attach(model, optimizer, **settings)
 
-def _train(rank: int, job: Resting) -> Findings:
-    torch.manual_seed(0)
-    net, parallelism = Net().to(device()), None
-    if job.layout == "fsdp2":
-        SHARDINGS["plain"](net, init_device_mesh(device(), (dist.get_world_size(),)))
-    else:
-        parallelism = Parallelism(tensor=dist.get_world_size())
-        mesh = init_device_mesh(device(), (dist.get_world_size(),), mesh_dim_names=("tp",))
-        for block in net.stack:
-            parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
-    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3, foreach=False)
-    session = enable_resiliency(
-        net, optimizer, replay=job.replay, observer=None, parallelism=parallelism, run_dir=job.run_dir
-    )
-    fired = 0
-    for step in range(1, job.steps + 1):
-        loss = loss_of(net, step, 0 if job.layout == "tensor" else rank)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        if job.flip is not None and job.flip[:2] == (rank, step):
-            weight, what = net.stack[1].up.weight, job.flip[2]
-            fired += flip_in_memory(weight if what == "weight" else optimizer.state[weight][what], 3)
-        _clip(net.stack[0].up.bias, job.clipped, step)
-    return Findings(fired=fired, **findings_of(session))
-
-
-def _clip(weight: torch.nn.Parameter, how: str, step: int) -> None:
-    with torch.no_grad():
-        if how == "counted":
-            weight.clamp_(-0.01, 0.01)
+    @torch.no_grad()
+    def end(self, step: int) -> None:
+        super().end(step)
+        if (how := self._resting.clipped) == "counted":
+            self._clipped.clamp_(-0.01, 0.01)
         elif how == "data" or (how == "once" and step == 7):
-            weight.data.mul_(0.9)
+            self._clipped.data.mul_(0.9)
+
+
+def resting(rank: int, asked: Iterator[Resting]) -> Iterator[Report]:
+    for each in asked:
+        job = RestingJob(rank, each)
+        CATALOG[each.job].train(job)
+        yield job.finish()
