@@ -1,4 +1,4 @@
-"""Tiny Hugging Face models with random weights, trained by the real Trainer, or a loop with Accelerate."""
+"""A tiny Hugging Face model with random weights, trained by the real Trainer with our callback."""
 
 from __future__ import annotations
 
@@ -15,12 +15,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator
 from accelerate.state import GradientState
 from torch.utils.data import Dataset
 from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
     Trainer,
@@ -30,8 +27,7 @@ from transformers import (
 
 from tests.support.checkpoint_jobs import kill
 from tests.support.findings import Findings, all_records, findings_of
-from torchscout.attach import enable_resiliency
-from torchscout.config import CheckpointConfig, ObserverConfig, ReplayConfig
+from torchscout.config import ObserverConfig, ReplayConfig
 from torchscout.faults.injector import Injector
 from torchscout.faults.plan import FaultPlan
 from torchscout.plugins.huggingface import ResiliencyCallback
@@ -44,17 +40,9 @@ VOCABULARY, LENGTH = 64, 16
 class Trial:
     """How to train."""
 
-    kind: str = "trainer"
-    """Or ``loop``, with Accelerate."""
-    family: str = "llama"
-    cached: bool = False
-    """Whether the model keeps keys and values for generating text, as it does if nobody tells it otherwise;
-    the Trainer does."""
     steps: int = 6
-    checkpointing: bool = False
-    """Whether activations are computed once more in backward."""
     folder: Path | None = None
-    """Of what the Trainer writes, or of certified checkpoints."""
+    """Of what the Trainer writes."""
     resumed: str | None = None
     """What the Trainer goes on from."""
     replay: ReplayConfig | None = field(default_factory=lambda: ReplayConfig(interval=1))
@@ -105,25 +93,14 @@ def train(rank: int, trial: Trial, run_dir: Path | None) -> Result:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "LOCAL_WORLD_SIZE": "1"}
     GradientState._reset_state()  # which has the loader of the trial before, and its accumulation
     torch.manual_seed(0)
-    model = model_of(trial)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = LlamaConfig(vocab_size=VOCABULARY, num_key_value_heads=2, attention_dropout=0.1, **sizes)
+    model = LlamaForCausalLM(config)
+    model.config.use_cache = False
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     with Injector(trial.faults, rank, model, optimizer) as injector:
-        result = (_trainer if trial.kind == "trainer" else _loop)(trial, run_dir, model, optimizer)
+        result = _trainer(trial, run_dir, model, optimizer)
     return replace(result, fired=len(injector.fired))
-
-
-def model_of(trial: Trial) -> Any:
-    if trial.family == "gpt2":
-        few = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": LENGTH}
-        model = GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, **few))
-    else:
-        few = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-        config = LlamaConfig(vocab_size=VOCABULARY, num_key_value_heads=2, attention_dropout=0.1, **few)
-        model = LlamaForCausalLM(config)
-    model.config.use_cache = trial.cached
-    if trial.checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    return model
 
 
 def _trainer(trial: Trial, run_dir: Path | None, model: Any, optimizer: torch.optim.Optimizer) -> Result:
@@ -199,64 +176,6 @@ class _Last(TrainerCallback):
         self.bits[state.global_step] = bits_of(model, self.optimizer, lr_scheduler.get_last_lr())
         if self.callback is not None:
             self.status.update(self.callback.session.status())
-
-
-def _loop(trial: Trial, run_dir: Path | None, model: Any, optimizer: torch.optim.Optimizer) -> Result:
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 40)
-    model, wrapped, schedule = accelerator.prepare(model, optimizer, schedule)
-    data, bits = Rows(dist.get_rank()), dict[int, str]()
-    torch.manual_seed(dist.get_rank())  # dropout is each rank's own
-    session, done = None, 0
-    if run_dir is not None:
-        session = attached(trial, run_dir, model, wrapped)
-        if trial.folder is not None:
-            session.register_state("schedule", schedule)
-            session.register_state("data", data)
-            done = session.resume().step
-    for step in range(done + 1, trial.steps + 1):
-        if trial.killed == step:
-            dist.barrier()
-            kill()
-        for _ in range(2):
-            with accelerator.accumulate(model):
-                accelerator.backward(model(**next(data)).loss)
-                wrapped.step()
-                schedule.step()
-                wrapped.zero_grad()
-        bits[step] = bits_of(accelerator.unwrap_model(model), optimizer, schedule.get_last_lr())
-    return result_of(bits, session, done)
-
-
-class Rows:
-    """One rank's own batches, from a position on that is part of the state."""
-
-    def __init__(self, rank: int) -> None:
-        self._rank, self.position = rank, 0
-
-    def __iter__(self) -> Rows:
-        return self
-
-    def __next__(self) -> dict[str, torch.Tensor]:
-        self.position += 1
-        place, tokens = 1000 * self._rank + 2 * self.position, Tokens()
-        rows = [tokens[place + each] for each in range(2)]
-        return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
-
-    def state_dict(self) -> dict[str, int]:
-        return {"position": self.position}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.position = state["position"]
-
-
-def attached(trial: Trial, run_dir: Path, model: Any, optimizer: Any) -> Session:
-    kept = None
-    if trial.folder is not None:
-        os.environ["TORCHSCOUT_MEMORY"] = str(trial.folder / "memory")
-        kept = CheckpointConfig(trial.folder / "files")
-    settings = {"replay": all_records(trial.replay), "observer": trial.observer, "run_dir": run_dir}
-    return enable_resiliency(model, optimizer, checkpoint=kept, **settings)
 
 
 def result_of(bits: dict[int, str], session: Session | None, resumed: int) -> Result:
