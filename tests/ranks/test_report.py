@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from tests.ranks.test_hangs import ddp_job
-from tests.ranks.test_stragglers import slow_layers
 from tests.support.hangs import FAULTY_STEP, STALL
 from tests.support.ranks import run_ranks
 from tests.support.replayed_job import checked_training
@@ -27,7 +26,10 @@ def reported(run_dir: Path) -> dict[str, Any]:
 
 @pytest.mark.long
 def test_a_flipped_bit_and_a_slow_rank(tmp_path: Path):
-    faults = slow_layers(FaultPlan(), 2, "forward")
+    faults = FaultPlan()
+    for layer in (0, 1):
+        at = f"stack.{layer}/forward"
+        faults = faults.delay(rank=2, at=at, step=range(4, 10), seconds=0.25, calls=None)
     faults = faults.flip_bit(rank=1, at="head/bias", step=8, bit=20)
     found = run_ranks(checked_training, 4, faults, 8, [], tmp_path, timeout=120)
     assert found[1].fired

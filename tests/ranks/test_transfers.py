@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
+from evaluation.jobs.models import GPT, next_token_loss, text
 from tests.support.findings import Findings, all_records, findings_of
 from tests.support.ranks import LiveRanks, run_ranks
-from tests.support.replayed_job import Net, loss_of
 from torchscout.attach import enable_resiliency
 from torchscout.collectives.call import SCOUT_GROUP
 from torchscout.config import BaselineConfig, ReplayConfig
@@ -62,7 +62,7 @@ def _train(rank: int, job: Job, run_dir: Path | None) -> Result:
     devices = init_device_mesh("cpu", (job.replica, job.pipeline), mesh_dim_names=("dp", "pp"))
     stage = rank % job.pipeline
     torch.manual_seed(stage)
-    net = Net()
+    net = GPT()
     model = net if job.silent else DistributedDataParallel(net, process_group=devices.get_group("dp"))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     session = None
@@ -78,7 +78,8 @@ def _train(rank: int, job: Job, run_dir: Path | None) -> Result:
             )
         for step in range(1, job.steps + 1):
             optimizer.zero_grad()
-            loss = loss_of(model, step, 0 if job.silent else rank)
+            tokens, targets = text(step, 0 if job.silent else rank)
+            loss = next_token_loss(model(tokens), targets)
             loss.backward()
             if job.pipeline > 1:
                 _pass_on(loss.detach(), devices.get_group("pp"), stage, job)
@@ -106,8 +107,8 @@ def six() -> Iterator[LiveRanks]:
         yield ranks
 
 
-def slow(ranks: tuple[int, ...], at: str, axis: str, steps: range = SLOW) -> FaultPlan:
-    return FaultPlan().slow_collective(ranks=ranks, at=at, axis=axis, step=steps, seconds=0.25)
+def slow(ranks: tuple[int, ...], at: str, axis: str, steps: range = SLOW, seconds: float = 0.25) -> FaultPlan:
+    return FaultPlan().slow_collective(ranks=ranks, at=at, axis=axis, step=steps, seconds=seconds)
 
 
 def found(results: list[Result]) -> set[tuple[str, str, tuple[int, ...]]]:
@@ -169,7 +170,7 @@ def test_two_groups_of_which_one_is_slow_are_reported_together(six: LiveRanks, t
 
 def test_a_group_that_is_the_whole_job_is_compared_with_its_own_history(six: LiveRanks, tmp_path: Path):
     # Of a mesh dimension that has all ranks, PyTorch makes no group of its own.
-    faults = slow(tuple(range(6)), "all_reduce@default_pg", "replica", range(6, 12))
+    faults = slow(tuple(range(6)), "all_reduce@default_pg", "replica", range(6, 12), seconds=1.0)
     results = six.ask((Job(replica=6, steps=10, replay=ONLY, faults=faults), tmp_path), 60)
     assert found(results) == {("straggler", "job", ())}
     assert "time/process_groups_all_reduce@replica" in results[0].incidents[0].sentence

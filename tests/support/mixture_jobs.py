@@ -1,4 +1,4 @@
-"""Small mixtures of experts on expert-parallel ranks, each trained with a check at every step."""
+"""A mixture of experts that keeps checkpoints and replays the shapes of a catalog, at every step."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 
+from evaluation.jobs.mixture import backward, build, mesh_of
 from tests.support.findings import Findings, all_records, findings_of
 from torchscout.attach import enable_resiliency
 from torchscout.config import CheckpointConfig, ReplayConfig
@@ -20,14 +20,7 @@ from torchscout.faults.plan import FaultPlan
 from torchscout.mesh import Mesh
 from torchscout.session.checkpoints.resumption import Resumption
 from torchscout.session.session import Session
-from torchscout.testing.moe_model import (
-    EXPERTS,
-    MoeTransformer,
-    batch,
-    expert_names,
-    group_of,
-    share_gradients,
-)
+from torchscout.testing.moe_model import share_gradients
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +32,6 @@ class Trial:
     steps: int = 6
     faults: FaultPlan = field(default_factory=FaultPlan)
     replay: ReplayConfig = field(default_factory=lambda: ReplayConfig(interval=1))
-    rows: int = 4
-    """Sequences of a batch."""
     sick: tuple[int, int, int] | None = None
     """A rank that computes other numbers in its experts when they get so many rows, from this step on."""
     directory: Path | None = None
@@ -54,14 +45,11 @@ class Trial:
 
     @property
     def mesh(self) -> Mesh:
-        """Every rank is on a machine of its own."""
-        machines = [f"machine-{rank}" for rank in range(self.ranks)]
-        return Mesh.grid(replica=self.ranks, hosts=machines).carve_experts(self.spread)
+        return mesh_of(self.ranks, self.spread)
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome(Findings):
-    bits: bytes
     routed: list[list[int]]
     """Rows that each of this rank's experts got, call by call."""
     resumed: Resumption | None = None
@@ -69,25 +57,15 @@ class Outcome(Findings):
     """What is said of checkpoints after every step."""
 
 
-def build(trial: Trial, rank: int) -> tuple[DistributedDataParallel, dist.ProcessGroup]:
-    """The model, and the group of those who hold the same experts."""
-    partition, holders = (group_of(trial.mesh, axis, rank) for axis in ("expert", "replica"))
-    torch.manual_seed(0)
-    model = MoeTransformer(EXPERTS, partition, uneven=trial.uneven)
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, expert_names(model))
-    return DistributedDataParallel(model), holders
-
-
-def train(rank: int, trial: Trial, run_dir: Path | None) -> Outcome:
-    model, holders = build(trial, rank)
+def train(rank: int, trial: Trial, run_dir: Path) -> Outcome:
+    model, holders = build(trial.mesh, rank, trial.uneven)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     watched = [_Watched(trial, rank, layer.mixture.experts) for layer in model.module.layer]
-    session, resumed, done = None, None, 0
+    resumed, done = None, 0
     kept: list[dict[str, Any]] = []
     with Injector(trial.faults, rank, model.module, optimizer) as injector:
-        if run_dir is not None:
-            session = attached(trial, model, optimizer, run_dir)
-        if session is not None and trial.directory is not None:
+        session = _attached(trial, model, optimizer, run_dir)
+        if trial.directory is not None:
             resumed = session.resume()
             done = resumed.step
         for step in range(done + 1, trial.steps + 1):
@@ -98,25 +76,20 @@ def train(rank: int, trial: Trial, run_dir: Path | None) -> Outcome:
                     _until_in_files(trial.written, trial.directory)
                 dist.barrier()
                 os._exit(9)
-            tokens, targets = batch(step, rank, trial.rows)
             optimizer.zero_grad()
-            logits = model(tokens)
-            torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()).backward()
+            backward(model, step, rank)
             share_gradients(model.module, holders)
-            if session is not None and trial.directory is not None:
+            if trial.directory is not None:
                 _until_written(session, trial.directory)
             optimizer.step()
-            if session is not None and trial.directory is not None:
+            if trial.directory is not None:
                 kept.append(dict(session.status()["checkpoint"]))
-    state = [*model.parameters(), *(t for s in optimizer.state.values() for t in s.values())]
-    bits = b"".join(each.detach().numpy().tobytes() for each in state)
     fired = len(injector.fired) + sum(each.fired for each in watched)
     routed = [counts for each in watched for counts in each.routed]
-    found = {} if session is None else findings_of(session)
-    return Outcome(bits, routed, resumed, kept, fired=fired, **found)
+    return Outcome(routed, resumed, kept, fired=fired, **findings_of(session))
 
 
-def attached(
+def _attached(
     trial: Trial, model: torch.nn.Module, optimizer: torch.optim.Optimizer, run_dir: Path
 ) -> Session:
     kept = None
