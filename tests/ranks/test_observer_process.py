@@ -97,6 +97,7 @@ def test_with_the_hub_stopped_training_goes_on_and_the_standby_concludes(tmp_pat
         until(lambda: len(job.lines()) > 1, "it is resolved")
         goes_on(job)
         assert {line.ranks for line in job.lines()} == {(1,)}
+        assert [type(line) for line in job.lines()].count(Incident) == 1
 
 
 @pytest.mark.slow

@@ -54,6 +54,11 @@ ROWS = [
         must_come=[crash([2], "rank", "restart")],
     ),
     Row(
+        "a rank is terminated while all others wait for it",
+        given=waiting_for(2).end("asked", 2).ask(),
+        must_come=[crash([2], "rank", "restart")],
+    ),
+    Row(
         "a rank ends inside the operation that all have entered",
         given=replicas().enter("world", *EVERYBODY).end("failed", 2).ask(),
         must_come=[crash([2], "rank", "restart")],
