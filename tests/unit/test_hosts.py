@@ -71,6 +71,11 @@ def test_a_run_directory_lists_what_a_dry_run_would_replace(tmp_path: Path):
     assert (report["used"], report["devices"]) == ([entry["host"]], {"1": "GPU-1"})
 
 
+def test_without_excluded_machines_the_file_is_empty(tmp_path: Path):
+    assert ask(tmp_path, "--exclude-file", tmp_path / "out") == (0, "\n")
+    assert (tmp_path / "out").read_text() == ""
+
+
 def test_what_is_no_name_of_a_machine_reaches_no_command(tmp_path: Path):
     plan = RestartPlan.first().after(replacing("node-3", "--all", "a b", "x;reboot", "y\nz"))
     plan.write(tmp_path)
