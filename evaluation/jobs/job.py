@@ -396,7 +396,8 @@ def forget_groups() -> None:
 
 
 def _records_of(run_dir: Path, rank: int) -> list[EvidenceRecord]:
-    lines = recorder.read(run_dir / "records" / f"rank-{rank}.jsonl")
+    path = run_dir / "records" / f"rank-{rank}.jsonl"
+    lines = recorder.read(path) if path.exists() else ()  # replay may be off
     items = [line.item for line in lines if isinstance(line, recorder.Stamped)]
     return [each for each in items if isinstance(each, EvidenceRecord)]
 
