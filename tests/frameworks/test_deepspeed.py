@@ -208,7 +208,7 @@ def output(at: str, rank: int) -> Trial:
 
 EXCLUDED = {
     "zero-1": (Setup(1), weight("blocks.0.down", 1)),
-    "zero-3": (Setup(3, zero=SOME_SMALL), output("blocks.0", 1)),
+    "zero-3": (Setup(3, zero=SOME_SMALL), output("blocks.1", 1)),
     "pipeline": (PIPELINE, weight("3.up", 3)),
     "experts": (EXPERTS, weight("blocks.0.moe.deepspeed_moe.experts.deepspeed_experts.1.0", 3)),
     "autotp": (AUTOTP, weight("model.layers.0.mlp.down_proj", 2)),
