@@ -325,6 +325,11 @@ ROWS = [
         given=EXPERTS.but(replay_finds="corruption").without(Reboot("a"), Reboot("b")),
         must_come=Loaded(2, "verified"),
     ),
+    Row(
+        "the repeated checks find corruption, and nothing is verified: all ranks refuse",
+        given=YOUNG.but(replay_finds="corruption"),
+        must_come=NOTHING_VERIFIED,
+    ),
     # What is damaged is never loaded: another copy is, or a replica's equal bytes, or an older generation.
     Row(
         "all copies of one rank's random streams are damaged: all ranks take the next older",

@@ -89,6 +89,13 @@ def in_files(gate: CheckpointGate) -> list[int]:
     return [each.step for each in gate.durable]
 
 
+def test_a_candidate_that_is_still_being_written_waits_for_the_next_check():
+    gate = train(CheckpointGate(recipes=2, persist_every=9), "hhhhh", write=False)
+    assert steps(gate) == (5, 2, None)
+    gate, _ = after_events(gate, Written(Generation(2)))
+    assert steps(train(gate, "h")) == (6, 6, 2)
+
+
 def test_within_a_long_cycle_files_are_written_in_between_and_are_never_promoted():
     gate, seen = CheckpointGate(recipes=7, persist_every=2, keep=0), []
     for _ in range(14):

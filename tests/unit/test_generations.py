@@ -89,6 +89,12 @@ def test_a_copy_is_read_by_whose_file_it_is_where_several_find_it():
     assert [source.reader for source in plan.sources] == [2, 3, 2, 3]
 
 
+def test_a_rank_that_moved_finds_its_state_in_files_that_others_held():
+    found = [ShardLocation(0, NEW, DISK, 3), ShardLocation(1, NEW, DISK, 0)]
+    plan = agree(listings([ShardLocation(1, NEW, MEMORY, 1)], found), [NEW])
+    assert plan.sources == (Source(1, DISK, 3), Source(1, DISK, 0))
+
+
 @pytest.mark.parametrize(
     ("changed", "words"),
     [

@@ -5,6 +5,9 @@ What is decided about each kind of incident is in ``scenarios/test_policy``.
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import product
+
 import pytest
 
 from torchscout.config import RecoveryConfig
@@ -17,7 +20,7 @@ from torchscout.decision.records.record import (
     Manifestation,
     Scope,
 )
-from torchscout.decision.recovery.policy import decide
+from torchscout.decision.recovery.policy import decide, is_allowed
 
 
 def incident(
@@ -58,6 +61,31 @@ def decided(found: Incident, *restarts: Decision) -> Decision:
 
 def test_checks_that_have_stopped_do_not_affect_training():
     assert decided(incident(Manifestation.NOT_CHECKED)).action is Action.CONTINUE
+
+
+def test_without_names_of_machines_the_same_answer_is_not_given_a_third_time_either():
+    patient = RecoveryConfig(max_restarts=100)
+    for found in (HANG, SDC):
+        answers: list[Decision] = []
+        for life in range(8):
+            nameless = replace(found, hosts=(), ranks=(life % 4,))
+            answers.append(decide(nameless, answers, patient, has_verified=True))
+        actions = [each.action for each in answers]
+        assert actions[-1] is Action.STOP
+        assert max(actions.count(Action.RESTART), actions.count(Action.REPLACE)) <= 2
+
+
+def test_nothing_is_done_about_an_undecided_incident_whatever_was_done_before():
+    undecided = Verdict(Status.INCONCLUSIVE, (), (1.0, 2.0, 3.0, 4.0))
+    allowed = RecoveryConfig(act=("restart", "replace"), max_restarts=1)
+    scopes = (Scope.PEER_GROUP, Scope.PROCESS_GROUP, Scope.JOB)
+    sets = ((), (0, 1, 2), (0, 1, 2, 3))  # two that disagree are replaced
+    before = ([], [decided(HANG)], [decided(SDC)] * 3)
+    for kind, scope, ranks, restarts, has in product(Manifestation, scopes, sets, before, (True, False)):
+        found = incident(kind, action=Action.INSPECT, scope=scope)
+        records = (replace(found.records[0], verdict=undecided),)
+        found = replace(found, ranks=ranks, records=records)
+        assert not is_allowed(decide(found, restarts, allowed, has_verified=has), allowed), found
 
 
 def test_a_decision_names_what_it_is_about_and_why():
