@@ -121,6 +121,31 @@ def test_a_stalled_pipeline_stage_is_named_and_its_neighbours_are_not(tmp_path: 
     assert [each.ranks for each in incidents(tmp_path)] == [(stalled,)] * (stalled != NOBODY)
 
 
+def pausing_job(rank: int, run_dir: Path) -> None:
+    """One rank pauses for long, and says so; later another one is late."""
+    model, optimizer = net_and_optimizer()
+    replicas = Parallelism(replica=4)
+    with enable_resiliency(
+        model, optimizer, observer=QUICK, parallelism=replicas, run_dir=run_dir
+    ) as session:
+        for step in steps():
+            model(torch.ones(1, 16))
+            if step == FAULTY_STEP - 1:
+                with session.pause_observer():
+                    time.sleep(STALL if rank == 0 else 0.0)
+                    dist.barrier()
+            if step == FAULTY_STEP + 1 and rank == 2:
+                time.sleep(2 * STALL)
+            dist.all_reduce(torch.ones(3))
+            optimizer.step()
+
+
+@pytest.mark.long
+def test_a_pause_that_was_announced_blames_nobody_and_hides_no_later_hang(tmp_path: Path):
+    run_ranks(pausing_job, 4, tmp_path, timeout=90)
+    assert [each.ranks for each in incidents(tmp_path)] == [(2,)]
+
+
 TRAINING = {"at": "all_reduce@training", "axis": "replica"}
 
 
