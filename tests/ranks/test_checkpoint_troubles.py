@@ -7,6 +7,7 @@ import pickle
 import re
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import pytest
 
 from tests.support.checkpoint_jobs import KillPlan, Plan, Result, killed_from_outside, reached, train
 from tests.support.ranks import RankError, run_ranks
+from tests.support.small_job import until
 from tests.support.spread_checkpoints import outcomes
 from torchscout.checkpoint.storage import shards
 from torchscout.checkpoint.storage.lock import claim
@@ -116,6 +118,26 @@ def test_a_folder_has_one_job(tmp_path: Path):
     message = str(raised.value)
     assert message.count("torchscout.errors.CheckpointError") == 2
     assert f"pid {os.getpid()}" in message
+
+
+@pytest.mark.long
+def test_a_job_goes_on_undisturbed_while_a_second_one_is_refused_its_folder(tmp_path: Path):
+    plan = replace(planned(tmp_path, 100_000), run_dir=tmp_path / "first")
+    with (
+        ThreadPoolExecutor(1) as thread,
+        killed_from_outside(plan, KillPlan((0, 1), 0.0, when=tmp_path / "kill")),
+    ):
+        first = thread.submit(run_ranks, train, 2, plan, timeout=170)
+        try:
+            until(lambda: max(reached(plan, 0), default=0) > 4, "the first one trains", 60)
+            with pytest.raises(RankError, match="in use by"):
+                run_ranks(train, 2, replace(plan, run_dir=tmp_path / "second"), timeout=60)
+            then = max(reached(plan, 0))
+            until(lambda: max(reached(plan, 0)) > then, "it goes on", 30)
+        finally:
+            (tmp_path / "kill").touch()
+        with pytest.raises(RankError, match="exit code -9"):
+            first.result()
 
 
 def test_captures_of_a_hung_job_are_recovered_after_it_is_killed(tmp_path: Path):
