@@ -29,6 +29,7 @@ SECONDS = 300.0
 """What one training may take; with twenty processes to a core a healthy one took 150."""
 INTERVAL = 2
 """Steps from one check to the next, in jobs that are watched for a few steps only."""
+_NO_PEERS = "No two ranks of this job do the same work"
 PLAIN_STEPS = 32
 """What all contracts but a long healthy one compare at most."""
 
@@ -84,7 +85,7 @@ def healthy(job: Attempt) -> str:
             Trial(steps=steps, interval=INTERVAL, run_dir=job.folder, keeps_records=is_short)
         )
         expect_bitwise(outcome, ranks.plain(steps), range(1, steps + 1))
-    expect_silence(outcome)
+    expect_silence(job.entry, outcome)
     expect(
         outcome.certified is not None and outcome.certified >= steps - 2 * INTERVAL,
         f"certified {outcome.certified}",
@@ -190,7 +191,7 @@ def closed(job: Attempt) -> str:
     with Ranks(job) as ranks:
         outcome = ranks.train(trial)
         expect_bitwise(outcome, ranks.plain(trial.steps), range(1, trial.steps + 1))
-    expect_silence(outcome)
+    expect_silence(job.entry, outcome)
     left = {each for report in outcome.reports for each in report.left}
     expect(not left, f"left: {', '.join(sorted(left))}")
     return "nothing left"
@@ -219,7 +220,7 @@ def resumed(job: Attempt) -> str:
         step = again.reports[0].resumed
         expect(step > 0, "began anew", again.reports[0].status.get("replay"))
         expect_bitwise(again, ranks.plain(trial.steps), range(step + 1, trial.steps + 1))
-    expect_silence(again)
+    expect_silence(entry, again)
     return f"from step {step}, bitwise"
 
 
@@ -292,12 +293,15 @@ def expect_bitwise(outcome: Outcome, plain: list[dict[int, str]], steps: range) 
         expect(not differing, f"not bitwise on rank {rank} from step {differing[:1]} on")
 
 
-def expect_silence(outcome: Outcome) -> None:
+def expect_silence(entry: Entry, outcome: Outcome) -> None:
     """Check that nothing is said about a healthy job."""
     for each in outcome.incidents[:1]:
         words = f"{each.manifestation.value} reported though healthy: {ranks_of(each)}, step {each.step}"
         raise ContractError(words, sentences(outcome.incidents))
     said = [line for report in outcome.reports for line in (*report.failures, *report.log)]
+    if entry.has_no_peers:
+        expect(any(_NO_PEERS in line for line in said), "not said that no ranks do the same work")
+        said = [line for line in said if _NO_PEERS not in line]
     expect(not said, f"said though healthy: {''.join(said[:1])[:100]}", "\n".join(said))
 
 

@@ -56,6 +56,8 @@ class Entry:
     """How many times longer than others it may take: compilation, precisions that a CPU emulates."""
     slow: tuple[int, ...] = (1,)
     """Who is named when layers of rank 1 are slow: of two that do the same work, both."""
+    has_no_peers: bool = False
+    """Whether no two ranks do the same work, so that torchscout says what it cannot find."""
     not_slowed: str = ""
     """Why no layer of it can be made slow here, if so."""
     not_resumed: str = ""

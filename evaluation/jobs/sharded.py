@@ -210,6 +210,7 @@ JOBS: dict[str, Entry] = {
         tensor_parallel,
         ranks=2,
         flip="reported",
+        has_no_peers=True,
         not_slowed="no other rank does the same work",
         on_cuda=_ON_CUDA,
     ),
