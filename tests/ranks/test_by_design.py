@@ -12,40 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from evaluation.jobs.optimizers import ShardedAdamW
 from tests.support.findings import Findings, findings_of
 from tests.support.ranks import LiveRanks
 from tests.support.replayed_job import Block, Net, flip_in_memory, loss_of
 from torchscout.attach import enable_resiliency
 from torchscout.config import CheckpointConfig, Parallelism, ReplayConfig
-
-
-class SlicedAdamW(torch.optim.Optimizer):
-    """Each rank keeps the averages of its slice, updates that, and gathers the others'; no DDP."""
-
-    def __init__(self, params: object, lr: float) -> None:
-        super().__init__(params, {"lr": lr})  # type: ignore[arg-type]
-
-    @torch.no_grad()
-    def step(self, closure: object = None) -> None:  # type: ignore[override]  # noqa: ARG002
-        rank, size = dist.get_rank(), dist.get_world_size()
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                dist.all_reduce(parameter.grad)
-                count = -(-parameter.numel() // size)
-                flat = torch.zeros(size * count)
-                flat[: parameter.numel()] = parameter.flatten()
-                gradient = torch.zeros(size * count)
-                gradient[: parameter.numel()] = parameter.grad.flatten() / size
-                own = slice(rank * count, (rank + 1) * count)
-                state = self.state[parameter]
-                average = state.setdefault("exp_avg", torch.zeros(count))
-                square = state.setdefault("exp_avg_sq", torch.zeros(count))
-                average.lerp_(gradient[own], 0.1)
-                square.lerp_(gradient[own] ** 2, 0.01)
-                mine = flat[own] - group["lr"] * average / (square.sqrt() + 1e-8)
-                parts = [torch.empty(count) for _ in range(size)]
-                dist.all_gather(parts, mine)
-                parameter.copy_(torch.cat(parts)[: parameter.numel()].view_as(parameter))
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +27,7 @@ class Owning:
     run_dir: Path
     steps: int = 20
     is_sliced: bool = False
+    """Whether an optimizer reduces gradients and shards its state by itself."""
     is_local: bool = False
     """Whether every rank keeps a bias of its own."""
     extra: tuple[int, ...] = ()
@@ -80,7 +53,7 @@ def _train(rank: int, job: Owning) -> Findings:
         nn.init.constant_(net.head.bias, float(rank))
     trained = [each for each in net.parameters() if each.requires_grad]
     shared = [each for each in trained if not (job.is_local and each is net.head.bias)]
-    make = SlicedAdamW if job.is_sliced else torch.optim.AdamW
+    make = ShardedAdamW if job.is_sliced else torch.optim.AdamW
     optimizer = make(trained, lr=1e-3)
     session = enable_resiliency(
         net,
@@ -99,9 +72,9 @@ def _train(rank: int, job: Owning) -> Findings:
             dist.all_reduce(each.grad)
         optimizer.step()
         if job.flip is not None and job.flip[:2] == (rank, step):
-            weight = net.stack[1].up.weight
+            weight = net.head.weight  # whose rows can be divided among three
             tensor = weight.detach() if job.flip[2] == "weight" else optimizer.state[weight][job.flip[2]]
-            fired += flip_in_memory(tensor.flatten()[-1:], 18)  # of rank 2's slice
+            fired += flip_in_memory(tensor.flatten()[-1:], 18)  # of rank 2's rows
     return Findings(fired=fired, **findings_of(session))
 
 
@@ -111,20 +84,19 @@ def three() -> Iterator[LiveRanks]:
         yield ranks
 
 
-@pytest.mark.slow_cases("a local bias", "sharded by hand")
+@pytest.mark.slow_cases("a local bias")
 @pytest.mark.parametrize(
     ("job", "compared"),
     [
-        (Owning(Path(), is_sliced=True), 1.0),
         (Owning(Path(), is_local=True), 0.99),
         (Owning(Path(), extra=(1,)), 0.6),
     ],
-    ids=["sharded by hand", "a local bias", "a layer of one rank"],
+    ids=["a local bias", "a layer of one rank"],
 )
 def test_a_healthy_job_is_silent_and_certified(
     three: LiveRanks, job: Owning, compared: float, tmp_path: Path
 ):
-    job = Owning(tmp_path, is_sliced=job.is_sliced, is_local=job.is_local, extra=job.extra)
+    job = Owning(tmp_path, is_local=job.is_local, extra=job.extra)
     for each in three.ask(job, 60):
         assert (each.incidents, each.failures) == ([], [])
         assert each.replay["certified"] == 20
