@@ -44,15 +44,16 @@ def test_a_rank_whose_backward_passes_are_slow_is_named(tmp_path: Path):
 def test_a_slow_collective_names_its_process_group(name: str, at: str, axis: str, tmp_path: Path):
     """Where one member is slow in a collective, its whole group waits for it."""
     slow = range(4, 6)
-    faults = FaultPlan().slow_collective(ranks=[3], at=at, axis=axis, step=slow, seconds=0.25)
+    faults = FaultPlan().slow_collective(ranks=[3], at=at, axis=axis, step=slow, seconds=1.0)
     found = reports_of(name, 7, faults, tmp_path)
-    (incident,) = found[0].incidents
-    assert (incident.manifestation.value, incident.ranks, incident.step) == ("straggler", (2, 3), slow[-1])
+    # All groups are on this one machine, and others may be slow by chance.
+    named = [each for each in found[0].incidents if {record.ranks for record in each.records} == {(2, 3)}]
+    assert {(each.manifestation.value, each.step in slow) for each in named} == {("straggler", True)}
     for each in found:
         assert {record.step for record in each.records if is_slow(record)} <= {*slow}, "the next are clean"
         assert {record.status for record in each.numbers} == {"agree"}
 
 
 def is_slow(record: EvidenceRecord) -> bool:
-    """Whether a collective took a quarter of a second."""
-    return record.surface.startswith("time/all_") and max(record.verdict.evidence) > 200
+    """Whether a collective took a second."""
+    return record.surface.startswith("time/all_") and max(record.verdict.evidence) > 900
