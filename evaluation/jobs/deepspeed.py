@@ -75,11 +75,14 @@ def train(
     *,
     prepare: Callable[[Any], None] = lambda _: None,
     flips: Callable[[Any], torch.Tensor] | None = None,
+    apart: bool = False,
 ) -> None:
     """``prepare`` gets the engine before torchscout; ``flips`` says what of it a flip changes, if not a
-    weight."""
+    weight; ``apart`` pretends that each rank is on a machine of its own."""
+    from torchscout.adapters.registry import adapter_for
+
     built = build(setup, job.rank, job.device)
-    engine = built.engine
+    engine, machines = built.engine, [f"machine-{rank}" for rank in range(job.world)]
     prepare(engine)
     job.attach(
         engine,
@@ -88,6 +91,7 @@ def train(
         weight=partial(flips or _held, engine),
         slow=(engine.module, Boundary(engine)),
         layers=_DENSE if setup.kind in _MIXTURES else (),
+        parallelism=adapter_for(engine, None, None).mesh(machines) if apart else None,
     )
     for step in job.steps():
         built.step(step)
@@ -514,7 +518,8 @@ JOBS: dict[str, Entry] = {
         Setup(2, "mixture", bf16=True),
         ("tokens", "blocks.0.up", *EXPERTS, "head"),
         **_SHARED,
-        wrong=_WEIGHT | _pair(f"{EXPERTS[1]}.0/weight", 3, 1, calls=range(1)),
+        wrong=_WEIGHT
+        | _pair(f"{EXPERTS[1]}.0/weight", 3, 1, surface=f"{EXPERTS[1]}/parameters", calls=range(1)),
         in_ci=("healthy", "wrong_number:pair"),
     ),
     "deepspeed-experts-uneven": _entry(

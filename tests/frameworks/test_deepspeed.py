@@ -276,7 +276,7 @@ def test_a_slow_link_names_its_process_group(
     six: LiveRanks, setup: Setup, at: str, axis: str, ranks: tuple[int, ...], tmp_path: Path
 ):
     trial = Trial(steps=6, interval=1, run_dir=tmp_path, faults=slow(ranks, at, axis))
-    is_named(ranks, axis, ask(six, partial(train, setup=setup), trial))
+    is_named(ranks, axis, ask(six, partial(train, setup=setup, apart=True), trial))
 
 
 def newer(rank: int, folder: Path, removed: str | None = None) -> str:

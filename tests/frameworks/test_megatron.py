@@ -283,7 +283,7 @@ def test_a_slow_link_names_its_process_group(
 ):
     held_up = (1, 3, 5) if len(ranks) == 6 else ranks
     trial = Trial(steps=6, interval=1, run_dir=tmp_path, faults=slow(held_up, at, axis))
-    is_named(ranks, axis, ask(six, partial(train, setup=setup), trial))
+    is_named(ranks, axis, ask(six, partial(train, setup=setup, apart=True), trial))
 
 
 @pytest.mark.slow
