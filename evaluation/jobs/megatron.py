@@ -500,7 +500,6 @@ JOBS: dict[str, Entry] = {
         wrong={"output": Wrong(f"module.{_OUTPUT}", 2, _OUTPUT)},
         in_ci=("healthy",),
     ),
-    "megatron-fsdp-tensor": _entry(replace(FSDP, tensor=2), flip="named", slow=(1, 3)),
     "megatron-experts": _entry(
         replace(EXPERTS, sharded=True),
         _PARTS,
