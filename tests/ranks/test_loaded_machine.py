@@ -109,9 +109,10 @@ def test_a_rank_whose_core_others_use_is_not_slow(tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_a_slow_rank_is_named_though_others_use_its_peers_core(tmp_path: Path):
-    """Its peers need as long as it does, by the clock on the wall."""
-    with others_on(CORES[1]):
+@pytest.mark.parametrize("core", [0, 1], ids=["its own", "its peers'"])
+def test_a_slow_rank_is_named_though_others_use_a_core(tmp_path: Path, core: int):
+    """If they use that of its peers, these need as long as it does, by the clock on the wall."""
+    with others_on(CORES[core]):
         found = run_ranks(training, 3, slow(2), tmp_path, timeout=200)
     assert {(each.manifestation.value, each.ranks) for each in found[0][0]} == {("straggler", (2,))}
 

@@ -360,6 +360,22 @@ def test_a_released_observer_is_not_started_again(assignment: ObserverSpec, monk
     assert (observer.is_running, observer.restarts) == (False, 0)
 
 
+@pytest.mark.slow
+def test_with_hub_and_standby_killed_both_come_back_and_a_hang_is_found(tmp_path: Path):
+    with small_job(3, tmp_path, min_silence_seconds=2.0) as job:
+        for rank in range(3):
+            job.order(rank, do="keep")
+        goes_on(job)
+        for rank in (0, 2):
+            os.kill(job.observers[rank], signal.SIGKILL)
+        until(
+            lambda: all(job.ask(rank, do="status")["connected"] == [True, True] for rank in range(3)),
+            "all reach both hubs again",
+        )
+        job.order(1, do="sleep", seconds=LONG)
+        assert incident_of(job).ranks == (1,)
+
+
 def test_an_observer_that_cannot_be_started_again_for_want_of_descriptors_is_gone(
     assignment: ObserverSpec, monkeypatch: pytest.MonkeyPatch
 ):

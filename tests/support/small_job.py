@@ -261,6 +261,9 @@ class _Trainer:
         except ObserverError as error:
             self._say({"problem": str(error), "connected": []})
 
+    def _do_keep(self) -> None:
+        self._observer.keep_alive()
+
     def _do_time(self) -> None:
         self._say({"time": time.time()})
 
