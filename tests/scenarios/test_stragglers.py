@@ -276,6 +276,12 @@ ROWS = [
         must_come=slow_ranks(2, 2),
     ),
     Row(
+        "a rank is slow in two layers of three, one after the other: named once",
+        given=replace(FOUR, layers=3).checks(12, {"slow": {2: 2.0}}, {}, {"slow": {2: 2.0}}),
+        must_come=slow_ranks(2),
+        never=[0, 1, 3],
+    ),
+    Row(
         "a rank is slow in every second check, and hardly slow in those between",
         given=FOUR.checks(6, {"slow": {2: 2.0}}, {"slow": {2: 1.12}}),
         must_come=slow_ranks(2),

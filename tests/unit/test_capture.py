@@ -81,6 +81,14 @@ def test_a_call_of_scouts_own_is_not_captured():
         assert reason(capture).startswith("it was not called")
 
 
+def test_a_frozen_module_has_no_gradients_and_no_mask():
+    module = doubling().requires_grad_(False)
+    with armed(module) as capture:
+        module(torch.ones(2))
+        found = capture.invocation()
+    assert (found.requires_grad, found.gradients) == ([False], {})
+
+
 def test_gradients_are_indexed_by_the_position_of_the_output_tensor():
     def forward(self: Any, x: torch.Tensor) -> Any:
         shown = {"logits": x * self.weight, "cache": None, "scores": [x.detach(), x * 3]}
@@ -121,6 +129,13 @@ def test_a_module_compiled_in_place_is_captured_and_restored(backend: str):
     assert module(x(1, 2)).shape == (2,)
 
 
+def test_a_compiled_wrapper_is_captured_too():
+    module = torch.compile(nn.Linear(2, 2), backend="eager")
+    with armed(module) as capture:
+        module(x(1, 2)).sum().backward()
+        assert argument(capture.invocation()) == [1, 2]
+
+
 def test_only_the_source_keeps_values():
     module = doubling()
     with armed(module, keep=False) as capture:
@@ -141,6 +156,15 @@ def test_disarming_releases_tensors_and_hooks():
     assert not module._forward_hooks
     assert not module._forward_pre_hooks
     module(x(1, 2)).sum().backward()
+    assert reason(capture).startswith("it was not called")
+
+
+def test_a_gradient_that_comes_after_disarming_is_not_kept():
+    module = doubling()
+    capture = CallCapture(module, CPU, keep=True)
+    output = module(x(1, 2))
+    capture.disarm()
+    output.sum().backward()
     assert reason(capture).startswith("it was not called")
 
 
@@ -184,6 +208,15 @@ def test_a_lazily_conjugated_gradient_becomes_plain_bytes():
     assert raw.is_conj(), "otherwise this test shows nothing"
     assert not dense.is_conj()
     assert torch.equal(dense, raw)
+
+
+def test_a_view_given_as_input_is_captured_alone():
+    module = calling(lambda self, x: x * self.weight)
+    with armed(module) as capture:
+        module(torch.arange(8.0).view(2, 4)[:, 1:3]).sum().backward()
+        (leaf,) = capture.invocation().leaves
+    assert leaf.tolist() == [[1, 2], [5, 6]]
+    assert leaf.untyped_storage().nbytes() == 16
 
 
 @pytest.mark.parametrize("inside", [True, False])

@@ -21,6 +21,15 @@ def test_an_evaluation_alone_is_the_reason_for_refusal():
         assert "called only without gradients: in an evaluation" in reason(capture)
 
 
+def test_a_failure_is_not_hidden_by_a_later_evaluation():
+    module = calling(lambda self, x: x.to_dense() * self.weight)
+    with armed(module) as capture:
+        module(torch.ones(2).to_sparse())
+        with torch.no_grad():
+            module(torch.ones(2).to_sparse())
+        assert "sparse_coo" in reason(capture)
+
+
 def test_reentrant_checkpointing_is_reported():
     module = doubling()
     with armed(module) as capture:

@@ -94,6 +94,7 @@ def test_every_changed_byte_is_detected(tmp_path: Path):
         ({"kind": "something else"}, "is not a catalog; scout discover makes one"),
         ({"schema": 99}, "has schema 99, this version reads 1"),
         ({"body": {"tables": [], "places": []}}, "its digest does not match"),
+        pytest.param({}, "its digest does not match", id="only reformatted"),
     ],
 )
 def test_a_file_with_wrong_fields_is_refused(tmp_path: Path, change: dict, message: str):

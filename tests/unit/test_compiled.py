@@ -147,6 +147,12 @@ def test_gradients_are_asked_for_where_training_has_them_and_nowhere_else():
     assert torch.equal(again.invocation().gradients[0], call.gradients[0])
 
 
+def test_a_peer_that_is_not_the_source_makes_no_gradients():
+    net, model = made()
+    recipe, _ = replays_of(net, model)
+    assert checked(recipe, 2, model, is_source=False).describe()["gradients"] == {}
+
+
 def test_a_pass_leaves_training_unchanged():
     net, model = made()
     recipe, _ = replays_of(net, model)
@@ -207,6 +213,24 @@ def test_a_failing_pass_is_reported_tried_three_times_and_leaves_training_unchan
         replay.release()
         assert everything(net) == before
     assert len(failures) == 3
+
+
+def test_targets_that_are_due_together_share_a_failed_pass():
+    net, model = made()
+    recipe, _ = replays_of(net, model)
+    failures: list[None] = []
+
+    def fail() -> None:
+        failures.append(None)
+        raise MemoryError("no room")
+
+    net.act = fail
+    replays = [recipe.begin(target, is_source=True) for target in (0, 1)]
+    train(model)
+    for replay, error in zip(replays, (MemoryError, ReplayError), strict=True):
+        with pytest.raises(error, match="no room"):
+            replay.describe()
+    assert len(failures) == 1
 
 
 def test_a_compiled_module_that_was_not_called_is_reported_and_tried_again():

@@ -218,6 +218,11 @@ def test_the_cases_run_every_role_of_every_pass():
     assert run == {f"{which}/{role.word}" for which in PASSES for role in WorkItem}
 
 
+def test_counting_changes_no_result_and_repeats_give_the_same_profile(interpreted):
+    for name, case in interpreted["cases"].items():
+        assert (case["counting changes nothing"], case["stable"]) == (True, True), name
+
+
 def test_a_regime_is_whether_a_multiprocessor_idles_or_strictly_how_many_waves_there_are(interpreted):
     one, three, four = interpreted["regimes"]["pressure"]
     assert one != three

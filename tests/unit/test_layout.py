@@ -19,6 +19,8 @@ from torchscout.decision.consensus.signature import signature
 from torchscout.errors import ReplayError
 from torchscout.replay.capture.broadcast import (
     DTensorLayout,
+    as_dense,
+    captured,
     described,
     local_part,
     receive,
@@ -86,6 +88,21 @@ def test_a_whole_that_does_not_divide_evenly_keeps_its_shape():
     (found,) = arrived(call(given), call(laid(Shard(0), peer_mesh(), **uneven), keep=False)).leaves
     assert found.shape == (3, 3)
     assert local_part(found).shape == (2, 3)
+
+
+def test_what_was_captured_is_not_changed_by_training():
+    given = laid(Shard(0), source_mesh())
+    copy = captured(given)
+    local_part(given).zero_()
+    assert local_part(copy).sum() == 15
+
+
+def test_gaps_in_a_local_part_are_closed():
+    sliced = torch.arange(12.0).view(2, 6)[:, ::2]
+    dense = as_dense(laid(Shard(0), source_mesh(), sliced))
+    assert isinstance(dense, DTensor)
+    assert local_part(dense).is_contiguous()
+    assert torch.equal(local_part(dense), sliced)
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,10 @@ from collections import OrderedDict
 
 import pytest
 import torch
+from torch.optim.lr_scheduler import LambdaLR
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from tests.support.update_job import CPU, Job, Rank, observed, outliers
+from tests.support.update_job import CPU, Job, Rank, flip_lowest_bit, observed, outliers
 from torchscout.replay.recipe import ABSENT, Mode
 from torchscout.replay.recipes.optimizer import REPRODUCED, OptimizerRecipe
 from torchscout.replay.recipes.optimizer_clone import Parts, blueprint_of, build
@@ -93,6 +94,18 @@ def test_healthy_ranks_reproduce_their_update(name, settings, dtype, steps_befor
     assert_reproduced(round_.observe())
     assert_reproduced(round_.observe())  # the aligned values are as they were
     assert not torch.equal(before, job.ranks[0].parameters["layer.0/weight"])
+
+
+@pytest.mark.parametrize("name", ["AdamW", "SGD", "RMSprop", "Adafactor"])
+def test_a_wrong_real_result_is_seen_on_its_rank(name):
+    job = Job(made(name, {"lr": 0.01, **SETTINGS[name]}))
+    job.train(1)
+    round_ = job.replay()
+    flip_lowest_bit(job.ranks[2].parameters["layer.0/weight"], element=100)
+    found = round_.observe()
+    differing = {surface: outliers(found, surface) for surface in found[0] if outliers(found, surface)}
+    assert differing == {"optimizer/update": [2], "optimizer/reproduced": [2]}
+    assert found[2]["optimizer/reproduced"] == ABSENT
 
 
 @pytest.mark.parametrize("tensor", [0, 1, 2, 3])
@@ -240,11 +253,38 @@ def test_a_tensor_learning_rate_is_the_sources():
     assert own == torch.tensor(0.02)
 
 
+def test_every_parameter_is_updated_with_its_own_group():
+    def make(parameters):
+        first, second = parameters.values()
+        groups = [
+            {"params": [first], "weight_decay": 0.5},
+            {"params": [second], "weight_decay": 0.0, "lr": 0.1},
+        ]
+        return torch.optim.AdamW(groups, lr=0.01)
+
+    job = Job(make, shapes=[(40, 3), (11,)])
+    for target in (0, 1, 0, 1):
+        assert_reproduced(job.replay(target).observe())
+
+
 def test_named_parameters_are_no_difference():
     job = Job(lambda parameters: torch.optim.SGD(parameters.items(), lr=0.1), shapes=[(4, 3), (11,)])
     round_ = job.replay(1)
     assert_reproduced(round_.observe())
     assert "group param_names" not in round_.descriptions[0]["setting"]  # of every parameter in the group
+
+
+def test_a_scheduler_does_not_step_the_real_optimizer():
+    job = Job(adamw)
+    schedulers = [LambdaLR(rank.optimizer, lambda step: 0.9**step) for rank in job.ranks]
+    for _ in range(3):
+        round_ = job.replay()
+        for scheduler in schedulers:
+            scheduler.step()
+        assert_reproduced(round_.observe())
+        round_.release()
+    for rank in job.ranks:
+        assert rank.optimizer.state[rank.parameters["layer.0/weight"]]["step"] == 3
 
 
 def test_a_step_put_on_the_optimizer_stays_there():
@@ -304,6 +344,11 @@ def test_only_what_somebody_optimizes_is_a_target():
     recipe = OptimizerRecipe({"a": frozen, "b": kept, "c": foreign}, optimizers, CPU)
     assert list(recipe.targets) == ["b"]
     assert recipe.kind == "optimizer"
+
+
+def test_the_last_of_several_steps_counts():
+    job = Job(adamw)
+    assert_reproduced(job.replay(step=lambda rank: (rank.step(), rank.step())).observe())
 
 
 def test_release_is_safe_at_any_time():

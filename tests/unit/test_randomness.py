@@ -129,6 +129,12 @@ def test_a_name_is_registered_once_and_can_be_unregistered(streams: Streams):
     again()
 
 
+@pytest.mark.parametrize("name", ["", "framework/model"])
+def test_an_ambiguous_tracker_name_is_refused(name: str):
+    with pytest.raises(ValueError, match="contain no '/'"):
+        register_tracker(name, Streams())
+
+
 def test_trackers_of_similar_names_are_kept_apart(streams: Streams):
     other = Streams(model=9)
     forget = register_tracker("frame", other)

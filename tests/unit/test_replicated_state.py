@@ -11,6 +11,7 @@ from torch import nn
 from tests.support.replay_by_hand import align, differing, observations, prepare
 from tests.support.update_job import flip_lowest_bit, outliers
 from torchscout.decision.consensus.signature import signature
+from torchscout.decision.ownership import Ownership
 from torchscout.errors import ReplayError
 from torchscout.replay.recipe import Mode, Replay
 from torchscout.replay.recipes.replicated_state import ReplicatedStateRecipe, slots_of
@@ -112,6 +113,14 @@ def test_state_of_several_optimizers_is_compared():
     for optimizer in halves:
         optimizer.step()
     assert len(slots_of(rank.surfaces, halves)) == 4 * 3
+
+
+def test_what_was_learned_of_shared_and_owned_state_is_saved_in_checkpoints():
+    learned, again = Ownership(), Ownership()
+    learned.learn(["a/weight", "a/weight.exp_avg"], {"a/weight.exp_avg": "differs by design"})
+    again.load_state_dict(learned.state_dict())
+    assert (again.replicated, again.owned) == (learned.replicated, learned.owned)
+    assert again.replicated == {"a/weight"}
 
 
 def test_names_are_exchanged_only_when_they_change():

@@ -33,6 +33,16 @@ def test_each_recipe_has_its_own_interval_and_goes_through_its_own_targets():
     assert rotation.rounds == 6  # steps 2, 4, 5, 6, 8 and 10, where both are one check
 
 
+def test_coverage_says_how_far_a_cycle_is():
+    rotation = Rotation({"layer": 3}, {"layer": 20})
+    run(rotation, range(1, 41))
+    assert rotation.coverage() == {
+        "layer": {"targets": 3, "visited": 2, "cycles": 0, "interval": 20, "next_step": 60}
+    }
+    run(rotation, range(41, 81))
+    assert (rotation.coverage()["layer"]["visited"], rotation.coverage()["layer"]["cycles"]) == (3, 1)
+
+
 def test_a_recipe_that_was_not_asked_for_is_never_due():
     rotation = Rotation({"layer": 2, "output": 1}, {"embedding": 1, "layer": 1})
     assert {due.kind for dues in run(rotation, range(1, 9)).values() for due in dues} == {"layer"}
@@ -65,6 +75,12 @@ def test_a_cadence_that_changes_often_puts_nobody_off():
             rotation.change({"layer": 4, "replicated_state": 1}, 1 + step % 2, step)
     assert len(found) >= 4
     assert all(after - before <= 9 for before, after in itertools.pairwise(found))
+
+
+def test_the_same_intervals_again_change_nothing():
+    rotation = Rotation({"layer": 2}, {"layer": 10})
+    rotation.change({"layer": 10}, 1, 7)
+    assert list(run(rotation, range(1, 21))) == [10, 20]
 
 
 def test_intervals_grow_until_checks_fit_the_budget():

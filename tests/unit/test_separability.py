@@ -270,6 +270,20 @@ def test_an_optimizer_inside_the_optimizer_is_never_stepped():
         replays[0].describe()
 
 
+def test_a_clone_does_not_call_callbacks_of_the_optimizer():
+    class Logging(torch.optim.SGD):
+        def step(self):
+            self.log(0)
+            super().step()
+
+    log = []
+    optimizer, parameter = single(Logging)
+    optimizer.log = log.append
+    with pytest.raises(ReplayError, match="a clone of Logging cannot step: AttributeError"):
+        Separability().obstacle(optimizer, parameter)
+    assert log == []
+
+
 class TestTensorParallel:
     @pytest.fixture(autouse=True)
     def two_ranks(self):

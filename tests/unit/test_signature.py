@@ -314,6 +314,13 @@ def test_a_tensor_without_bytes_is_refused(make, complaint):
         signature(make())
 
 
+def test_host_memory_uses_xxh3_by_default_and_an_unknown_algorithm_is_refused():
+    tensor = torch.arange(100)
+    assert signature(tensor) == signature(tensor, algorithm="xxh3") != signature(tensor, algorithm="fold")
+    with pytest.raises(ValueError, match="md5"):
+        signature(tensor, algorithm="md5")
+
+
 def test_plain_use_imports_neither_triton_nor_dtensor():
     code = """
 import sys, torch

@@ -39,6 +39,11 @@ def test_durations_that_call_for_a_survey(values: list[float], due: bool):
     assert SurveySchedule(CONFIG).is_due(durations(values=values), STEPS, 0.0) is due
 
 
+def test_durations_below_phase_ms_or_before_the_first_steps_call_for_none():
+    for seconds, steps in ((0.009, [0.01] * 20), (0.3, [])):
+        assert not SurveySchedule(CONFIG).is_due(durations(values=times(seconds, 20)), steps, 0.0)
+
+
 def test_surveys_repeat_at_growing_intervals():
     schedule, asked, values = SurveySchedule(CONFIG), [], []
     for now in range(200):
@@ -57,6 +62,13 @@ def test_after_a_long_calm_intervals_start_over():
     slow = durations(values=times(0.3, 5))
     assert not schedule.is_due(slow, STEPS, 1009.0)
     assert schedule.is_due(slow, STEPS, 1010.0)
+
+
+def test_intervals_are_bounded():
+    schedule = SurveySchedule(CONFIG)
+    for now in range(5000):
+        schedule.held(durations(), now)
+    assert schedule.is_due(durations(values=times(0.3, 5)), STEPS, 4999.0 + 300.0)
 
 
 def test_the_same_durations_are_not_compared_twice():

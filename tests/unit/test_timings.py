@@ -155,6 +155,17 @@ def test_a_straggler_is_timed_again_before_it_is_reported():
     assert doubted(stragglers, 6, slow) == set(), "reported: there is nothing to find out"
 
 
+def test_a_rank_that_is_fast_when_it_is_timed_again_is_not_reported():
+    stragglers = Stragglers(GRID, 0, StragglerConfig(), BaselineConfig(warmup=3))
+    slow = list(QUIET)
+    slow[2] = module(251.0, *QUIET[2].laps)
+    for step, measured in enumerate([QUIET, QUIET, slow, slow, slow, slow], 1):
+        is_doubted = bool(doubted(stragglers, step, measured))
+        times = received_timings(GRID, *(QUIET if is_doubted else measured))
+        assert stragglers.observe(Timings(step, GRID, times)).incidents == []
+        assert is_doubted == (step in (4, 6))
+
+
 def test_a_shared_slowdown_is_timed_again_before_it_is_reported():
     stragglers = Stragglers(GRID, 0, StragglerConfig(), BaselineConfig(warmup=3))
     slow = [module(20.0, *each.laps) for each in QUIET]

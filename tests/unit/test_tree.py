@@ -167,6 +167,20 @@ def test_places_that_read_alike_have_names_of_their_own():
     assert (len(found[1]), len(found["1"]), len(found["a/b"]), len(found["a"]["b"])) == (1, 2, 3, 4)
 
 
+def test_what_optimizers_schedulers_and_generators_call_their_state_comes_back():
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), amsgrad=True)
+    schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, [3, 5])
+    model(torch.ones(2)).sum().backward()
+    optimizer.step()
+    schedule.step()
+    tree = [optimizer.state_dict(), schedule.state_dict(), torch.get_rng_state(), np.random.get_state()]
+    found = round_trip(tree)
+    assert repr(found) == repr(tree)
+    optimizer.load_state_dict(found[0])
+    schedule.load_state_dict(found[1])
+
+
 @pytest.mark.parametrize(
     ("tree", "message"),
     [
@@ -202,13 +216,15 @@ def test_subclasses_of_tensors_are_the_callers_to_take_apart():
         encode({"w": torch.ones(2).as_subclass(Wrapped)})
 
 
-def test_recursive_and_too_deep_containers_are_refused():
+def nested(levels: int) -> Any:
+    return functools.reduce(lambda tree, _: {"a": tree}, range(levels), 1)
+
+
+def test_a_hundred_levels_come_back_and_containers_that_are_deeper_or_recursive_are_refused():
+    assert round_trip(nested(100)) == nested(100)
     loop: list[Any] = []
     loop.append(loop)
-    deep: list[Any] = []
-    for _ in range(200):
-        deep = [deep]
-    for tree in (loop, deep):
+    for tree in (loop, nested(101)):
         with pytest.raises(CheckpointError, match="contains itself, or is nested more than 100"):
             encode(tree)
 
