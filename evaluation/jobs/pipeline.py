@@ -298,14 +298,14 @@ JOBS: dict[str, Entry] = {
         },
     ),
     "pipeline-interleaved": entry(
-        Layout("interleaved", pipeline_first=True, by_degrees=True),
+        Layout("interleaved", by_degrees=True),
         in_ci=("healthy",),
         wrong={
             "output": Wrong("1.blocks.5/output", 2, step=4, bit=3, calls=REPLAYED),
         },
     ),
-    "pipeline-gpipe-ddp": entry(
-        Layout("gpipe", 2, "ddp"),
+    "pipeline-1f1b-ddp": entry(
+        Layout("1f1b", 2, "ddp"),
         flip="reported",
         in_ci=("wrong_number:output",),
         not_slowed=_PAIR,
@@ -329,6 +329,7 @@ JOBS: dict[str, Entry] = {
         wrong={"output": Wrong("blocks.1/output", 2, step=2, bit=3, calls=REPLAYED)},
     ),
     "pipeline-1f1b-hsdp": entry(Layout("1f1b", 4, "hsdp"), flip="reported", not_slowed=_PAIR),
+    "pipeline-gpipe": entry(Layout("gpipe", 2), flip="reported", not_slowed=_PAIR),
     "pipeline-zero-bubble-checkpointing": entry(Layout("zero bubble", 3, "checkpoints")),
     "pipeline-interleaved-compiled": entry(
         Layout("interleaved", 2, "compiled blocks"), flip="reported", patience=3, not_slowed=_PAIR
