@@ -43,8 +43,8 @@ def in_the_way(folder: Path | None) -> None:
     folder.write_text("a file in the way")
 
 
-def full(run_dir: Path | None) -> None:
-    """Let every write of records fail as on a full disk."""
+def barred(run_dir: Path | None) -> None:
+    """Let every write of records fail, which do not follow links."""
     assert run_dir is not None
     for rank in range(3):
         path = run_dir / "records" / f"rank-{rank}.jsonl"
@@ -70,9 +70,12 @@ TROUBLES = [
     Trouble("all observers are stopped", ALL, lambda _: observer(signal.SIGSTOP), NO_ANSWER),
     Trouble("all observers are killed", ALL, lambda _: observer(signal.SIGKILL), r'"restarts": [1-9]'),
     Trouble(
-        "the run directory is lost", range(1), lambda trial: in_the_way(trial.run_dir), "incidents|rank-"
+        "the run directory is lost",
+        range(1),
+        lambda trial: in_the_way(trial.run_dir),
+        "File exists|Not a directory",
     ),
-    Trouble("the run directory is full", range(1), lambda trial: full(trial.run_dir), "No space left"),
+    Trouble("no records can be written", range(1), lambda trial: barred(trial.run_dir), r"rank-\d\.jsonl"),
     Trouble(
         "the folder of checkpoints is lost",
         range(1),
