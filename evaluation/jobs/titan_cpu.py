@@ -90,7 +90,7 @@ def _local(value: Any) -> Any:
     return value.to_local() if isinstance(value, DTensor) else value
 
 
-def _ring_forward(op: Any, args: Any, kwargs: Any) -> Any:
+def _ring_forward(_op: Any, args: Any, kwargs: Any) -> Any:
     query, given = args[0], [_local(each) for each in args]
     outputs = ring._templated_ring_attention(
         query.device_mesh.get_group(),
@@ -106,7 +106,7 @@ def _ring_forward(op: Any, args: Any, kwargs: Any) -> Any:
     return _spread(outputs[:2], query)
 
 
-def _ring_backward(op: Any, args: Any, kwargs: Any) -> Any:
+def _ring_backward(_op: Any, args: Any, kwargs: Any) -> Any:
     arriving, given = args[0], [_local(each) for each in args]
     names = ("grad_out", "query", "key", "value", "out", "logsumexp", "dropout_p", "is_causal")
     outputs = ring._templated_ring_attention_backward(
