@@ -340,7 +340,7 @@ JOBS: dict[str, Entry] = {
     "custom-function": Entry(custom_function, unchecked=(), wrong=_OUTPUT, on_cuda=_ON_CUDA),
     "lora": Entry(lora, unchecked=(), on_cuda=_ON_CUDA),
     "reinforcement": Entry(reinforcement, compared=REPLICATED, unchecked=()),
-    "lstm": Entry(lstm, on_cuda=_ON_CUDA),
+    "lstm": Entry(lstm, on_cuda=("healthy",)),
     "unusual-layers": Entry(
         unusual_layers, unchecked=(), wrong=_OUTPUT, in_test=("healthy",), in_ci=("slow_then_flipped",)
     ),
