@@ -1,5 +1,5 @@
-"""Jobs on machines without a shared disk: machines are replaced by blank ones, and jobs end with the same
-bits."""
+"""Jobs on machines without a shared disk, except one: machines are replaced by blank ones, and jobs end with
+the same bits."""
 
 from __future__ import annotations
 
@@ -34,11 +34,13 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @contextmanager
-def job(tmp_path: Path, fault: str, standbys: int, machines: int = 3) -> Iterator[tuple[Agents, Path]]:
+def job(
+    tmp_path: Path, fault: str, standbys: int, machines: int = 3, *, apart: bool = True
+) -> Iterator[tuple[Agents, Path]]:
     """Machines of one rank each, the first of which has the store, and standbys."""
     folder = tmp_path / "job"
     folder.mkdir(parents=True)
-    script = [*SCRIPT, str(folder), "--fault", fault, "--act", "restart,replace", "--apart"]
+    script = [*SCRIPT, str(folder), "--fault", fault, "--act", "restart,replace", *["--apart"] * apart]
     options = [
         f"--nnodes={machines}",
         "--nproc-per-node=1",
@@ -75,6 +77,17 @@ def test_a_blank_standby_gets_its_shards_from_a_peer(tmp_path: Path, alone: str)
         (blank,) = (each for each in ended(folder, "acd", alone) if each["host"] == "d")
         assert blank["resumed"] > 0
         assert blank["source"].startswith("rank "), blank
+
+
+def test_agents_find_a_shared_directory_without_a_setting(tmp_path: Path, alone: str):
+    with job(tmp_path, "corrupt", 1, apart=False) as (agents, folder):
+        assert agents.wait(*"abcd", seconds=SECONDS) == [0] * 4, agents.everything()
+        (decision,) = decisions(folder)
+        assert (decision.action, decision.ranks, decision.hosts) == (Action.REPLACE, (FAULTY,), ("b",))
+        assert "this machine, b, is quarantined" in agents.said("b")
+        assert "excluded machines" not in agents.everything()
+        assert min(each["resumed"] for each in ended(folder, "acd", alone)) > 0
+        assert RestartPlan.read(folder / "kept" / "files").excluded == ("b",)
 
 
 def test_a_lost_machine_is_named_replaced_and_excluded(tmp_path: Path, alone: str):
