@@ -184,7 +184,7 @@ JOBS: dict[str, Entry] = {
         wrong={
             "output": Wrong("blocks.1/output", 3),
             # The owner's real update, when its turn has come; the source of that round is its owner.
-            "update": Wrong("blocks.0.up/weight", 1, "optimizer/update", step=4, calls=range(1)),
+            "update": Wrong("blocks.0.norm1/weight", 5, "optimizer/update", step=3, calls=range(1)),
         },
     ),
     "tensor-hsdp": Entry(
