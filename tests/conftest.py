@@ -16,17 +16,24 @@ _SHARED = "NCCL_MULTI_RANK_GPU_ENABLE"
 
 
 @pytest.hookimpl(tryfirst=True)  # before they are selected by their marks
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    used: dict[tuple[str, str], bool] = {}
     for item in items:
-        case = item.name.partition("[")[2].removesuffix("]")
+        test, _, case = item.nodeid.removesuffix("]").partition("[")
         for mark in [*item.iter_markers()]:
             kind, _, how = mark.name.partition("_")
             if how in ("cases", "except"):
-                matches = any(fnmatchcase(case, pattern) for pattern in mark.args)
-                if matches == (how == "cases"):
+                matching = {pattern for pattern in mark.args if fnmatchcase(case, pattern)}
+                used |= {
+                    (test, each): used.get((test, each), False) or each in matching for each in mark.args
+                }
+                if bool(matching) == (how == "cases"):
                     item.add_marker(kind)
         if item.get_closest_marker("gpu") is not None and (missing := _missing(item)):
             item.add_marker(pytest.mark.skip(reason=missing))
+    unused = [f"{test}: {pattern}" for (test, pattern), is_used in used.items() if not is_used]
+    if unused and not any("::" in each for each in config.args):  # where all cases are collected
+        raise pytest.UsageError(f"patterns that match no case: {'; '.join(unused)}")
 
 
 def _missing(item: pytest.Item) -> str | None:

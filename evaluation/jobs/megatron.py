@@ -504,8 +504,10 @@ JOBS: dict[str, Entry] = {
         replace(EXPERTS, sharded=True),
         _PARTS,
         compared=_ALL_TO_ALL,
-        in_test=("healthy",),
-        in_ci=("resumed",),
+        in_ci=(
+            "healthy",
+            "resumed",
+        ),
     ),
     "megatron-experts-gathered": _entry(
         replace(EXPERTS, dispatcher="allgather"),

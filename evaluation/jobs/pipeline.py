@@ -284,8 +284,7 @@ _PAIR = "not tried: of two that do the same work, none is named"
 JOBS: dict[str, Entry] = {
     "pipeline-1f1b": entry(
         Layout("1f1b"),
-        in_test=("healthy",),
-        in_ci=("wrong_number:output", "wrong_number:gradient", "wrong_number:weight", "late"),
+        in_ci=("healthy", "wrong_number:output", "wrong_number:gradient", "wrong_number:weight", "late"),
         wrong={
             "output": Wrong("blocks.1/output", 2, step=2, bit=3, calls=REPLAYED),
             "later-output": Wrong("blocks.3/output", 5, step=3, bit=3, calls=REPLAYED),

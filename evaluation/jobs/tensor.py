@@ -172,8 +172,7 @@ JOBS: dict[str, Entry] = {
         compared=REPLICATED,
         unchecked=(),
         wrong=_WRONG,
-        in_test=("healthy",),
-        in_ci=("slow_then_flipped", "wrong_number:weight"),
+        in_ci=("healthy", "slow_then_flipped", "wrong_number:weight"),
     ),
     "tensor-fsdp2": Entry(
         partial(train, split=distributed, shape=_PAIRS, sharded=True),

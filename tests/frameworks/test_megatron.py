@@ -168,8 +168,8 @@ def handed_out(built: Built) -> torch.Tensor:
     return gathered.chunk(dist.get_world_size())[dist.get_rank()]
 
 
-@pytest.mark.long_cases("handed_out", "first")
-@pytest.mark.slow_cases("last")
+@pytest.mark.long_cases("handed_out-*", "first-*")
+@pytest.mark.slow_cases("last-*")
 @pytest.mark.parametrize(
     ("which", "rank"),
     [(first, 1), (last, 1), (handed_out, 3)],

@@ -87,4 +87,3 @@ def test_every_routing_to_two_experts_is_covered(tmp_path: Path):
     assert len(chosen) == 2
     assert (0,) in {rows[:1] for rows in chosen}
     assert set(catalog.representatives("layer.0", 0)) >= {each.rows for each in templates.selected}
-

@@ -60,8 +60,8 @@ def test_a_rank_whose_backward_passes_are_slow_is_named(tmp_path: Path):
     assert {each.surface for each in incident.records} == {truth.surface}
 
 
-@pytest.mark.long_cases("hsdp")
-@pytest.mark.slow_cases("tensor-plain")
+@pytest.mark.long_cases("hsdp*")
+@pytest.mark.slow_cases("tensor-plain*")
 @pytest.mark.parametrize(
     ("name", "at", "axis"),
     [("hsdp", "all_gather@mesh_dp_shard", "shard"), ("tensor-plain", "all_reduce@mesh_tp", "tensor")],

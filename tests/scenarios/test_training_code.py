@@ -72,6 +72,7 @@ ROWS = [
         "gradients are accumulated over one to three batches, which differ between ranks and steps",
         given=Program(programs.accumulates_unevenly),
         must_come=CHECKED,
+        marks=LONG,
     ),
     Row("two optimizers share a model", given=Program(programs.has_two_optimizers), must_come=CHECKED),
     Row(

@@ -271,6 +271,7 @@ assert are_marked() == {False}
 """
 
 
+@pytest.mark.long
 def test_functions_of_a_package_that_is_imported_later_are_marked_then(tmp_path: Path):
     done = subprocess.run(
         [sys.executable, "-c", LATER, tmp_path / "records"], capture_output=True, text=True, check=False
