@@ -25,7 +25,8 @@ def run(
     options = [f"--max-restarts={restarts}", "--monitor-interval=0.2", "--rdzv-backend=c10d"]
     options += ["--rdzv-endpoint=localhost:0"]
     # torchrun's own restart needs the first setting over Gloo (see docs/doctor.md).
-    environment = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    environment = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
     return subprocess.run(
         [*prefix, *torchrun, *options, *SCRIPT, str(folder), *asked],
         capture_output=True,
