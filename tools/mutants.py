@@ -37,7 +37,7 @@ else:
 
 ROOT = Path(__file__).parents[1]
 LIST = "tests/mutants.toml"
-COPIED = ("torchscout", "tests", "examples", "pyproject.toml")
+COPIED = ("torchscout", "evaluation", "tests", "examples", "pyproject.toml")
 TREE = "SCOUT_TREE"
 """The environment variable that names the copy to ``tests/__init__.py``."""
 FOREIGN = "is not from the tree under test"
