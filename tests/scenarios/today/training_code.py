@@ -213,9 +213,7 @@ def answering(rank: int, requests: Iterator[tuple[Program, Path, int]]) -> Itera
         alone.leave()
         assert alone.report.costs == [], "it costs that without torchscout, too"
         report = _attached(Run(rank, program, folder, port, run_dir=folder / "run"), alone)
-        threads = len(
-            [*Path("/proc/self/task").iterdir()]
-        )  # Gloo has some for each group that is left
+        threads = len([*Path("/proc/self/task").iterdir()])  # Gloo has some for each group that is left
         report.is_reusable = dist.is_initialized() and dist.group.WORLD is world and threads <= 100
         yield report
 
