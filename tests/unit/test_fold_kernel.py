@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.long
 ROOT = Path(__file__).parents[2]
 
 LAUNCHES = [(16, 1, 1, 1), (16, 4, 2, 3), (64, 2, 1, 5), (256, 4, 4, 2), (1024, 8, 1, 132)]

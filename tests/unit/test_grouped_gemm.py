@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.long
 ROOT = Path(__file__).parents[2]
 TILE = (16, 16, 16, 2)
 """Rows, columns, step, row tiles in a group."""
