@@ -262,7 +262,7 @@ JOBS: dict[str, Entry] = {
         compared=REPLICATED,
         unchecked=(),
         wrong=GRAPHED,
-        in_ci=("healthy", "wrong_number:output", "resumed"),
+        in_ci=("wrong_number:output", "resumed"),
         on_cuda=(*_ON_CUDA, "wrong_number:gradient", "wrong_number:weight", "late", "resumed"),
     ),
     "cuda-graph-float8": Entry(

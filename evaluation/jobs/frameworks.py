@@ -247,7 +247,7 @@ JOBS: dict[str, Entry] = {
         compared=_LLAMA,
         unchecked=(),
         wrong=_OUTPUT,
-        in_ci=("healthy", "resumed"),
+        in_ci=("resumed",),
         needs=("transformers", "accelerate"),
     ),
     "lightning": Entry(

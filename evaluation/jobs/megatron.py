@@ -459,7 +459,6 @@ JOBS: dict[str, Entry] = {
         Setup(tensor=2, sequence=True),
         slow=(1, 3),
         wrong={"output": _pair(_OUTPUT, 3, 1)},
-        in_ci=("healthy",),
         on_cuda=("healthy", "late"),
     ),
     "megatron-context": _entry(Setup(context=2), ranks=6, flip="named", wrong={"output": Wrong(_OUTPUT, 2)}),
@@ -504,10 +503,7 @@ JOBS: dict[str, Entry] = {
         replace(EXPERTS, sharded=True),
         _PARTS,
         compared=_ALL_TO_ALL,
-        in_ci=(
-            "healthy",
-            "resumed",
-        ),
+        in_ci=("resumed",),
     ),
     "megatron-experts-gathered": _entry(
         replace(EXPERTS, dispatcher="allgather"),

@@ -284,7 +284,7 @@ _PAIR = "not tried: of two that do the same work, none is named"
 JOBS: dict[str, Entry] = {
     "pipeline-1f1b": entry(
         Layout("1f1b"),
-        in_ci=("healthy", "wrong_number:output", "wrong_number:gradient", "wrong_number:weight", "late"),
+        in_ci=("wrong_number:output", "wrong_number:gradient", "wrong_number:weight", "late"),
         wrong={
             "output": Wrong("blocks.1/output", 2, step=2, bit=3, calls=REPLAYED),
             "later-output": Wrong("blocks.3/output", 5, step=3, bit=3, calls=REPLAYED),
@@ -324,7 +324,6 @@ JOBS: dict[str, Entry] = {
     "pipeline-1f1b-fsdp2": entry(
         Layout("1f1b", 3, "fsdp", pipeline_first=True),
         flip="reported",
-        in_ci=("healthy",),
         wrong={"output": Wrong("blocks.1/output", 2, step=2, bit=3, calls=REPLAYED)},
     ),
     "pipeline-1f1b-hsdp": entry(Layout("1f1b", 4, "hsdp"), flip="reported", not_slowed=_PAIR),
