@@ -72,6 +72,8 @@ class Trial:
     interval: int = 5
     min_silence_seconds: float = 30.0
     """No healthy step of these jobs takes as long, whatever else the machine does."""
+    address: str | None = "127.0.0.1"
+    """Where this machine is reached; None, as by default, where there are several."""
     replay: Mapping[str, Any] = field(default_factory=dict)
     """More settings of replay."""
     keeps_records: bool = False
@@ -279,7 +281,7 @@ class Job:
                 records="all" if trial.keeps_records else "summary",
                 **{**(_UNEVEN if self.device == "cuda" else {}), **trial.replay},
             ),
-            observer=ObserverConfig(min_silence_seconds=trial.min_silence_seconds, address="127.0.0.1"),
+            observer=ObserverConfig(min_silence_seconds=trial.min_silence_seconds, address=trial.address),
             checkpoint=kept,
             run_dir=trial.run_dir,
             **self._settings,
