@@ -72,8 +72,8 @@ class Trial:
     interval: int = 5
     min_silence_seconds: float = 30.0
     """No healthy step of these jobs takes as long, whatever else the machine does."""
-    address: str | None = "127.0.0.1"
-    """Where this machine is reached; None, as by default, where there are several."""
+    address: str = "127.0.0.1"
+    """Where this machine is reached, as ``ObserverConfig`` has it."""
     replay: Mapping[str, Any] = field(default_factory=dict)
     """More settings of replay."""
     keeps_records: bool = False

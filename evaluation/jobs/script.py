@@ -176,7 +176,7 @@ def main() -> None:
         interval=2,
         run_dir=folder / f"run-{life}",
         min_silence_seconds=3.0,
-        address=None,
+        address="*",
         checkpoints=folder / (f"kept-{host_name()}" if asked.apart else "kept"),
     )
     job = ScriptJob(dist.get_rank(), trial, asked)
