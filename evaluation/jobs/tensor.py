@@ -152,7 +152,7 @@ JOBS: dict[str, Entry] = {
         compared=REPLICATED,
         unchecked=(),
         wrong=_WRONG,
-        in_ci=("wrong_number:part",),
+        in_ci=("healthy", "wrong_number:part"),
     ),
     "tensor-sequence": Entry(
         partial(train, split=sequence, shape=_PAIRS),
@@ -172,7 +172,7 @@ JOBS: dict[str, Entry] = {
         compared=REPLICATED,
         unchecked=(),
         wrong=_WRONG,
-        in_ci=("healthy", "wrong_number:weight"),
+        in_ci=("wrong_number:weight",),
     ),
     "tensor-fsdp2": Entry(
         partial(train, split=distributed, shape=_PAIRS, sharded=True),
