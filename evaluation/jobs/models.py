@@ -6,6 +6,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812  as everywhere
 
+from evaluation.jobs.job import Job
+
 VOCABULARY, LENGTH, WIDTH, HEADS = 48, 12, 24, 2
 LAYERS = ("tokens", "positions", "blocks.0", "blocks.1", "head")
 """What is replayed of the GPT."""
@@ -144,6 +146,15 @@ def images(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def next_token_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def train_on_text(job: Job, model: nn.Module, optimizer: torch.optim.Optimizer, row: int) -> None:
+    """Train on this row of each step's text."""
+    for step in job.steps():
+        tokens, targets = text(step, row)
+        optimizer.zero_grad()
+        next_token_loss(model(tokens), targets).backward()
+        optimizer.step()
 
 
 def _seeded(step: int, rank: int, part: int) -> torch.Generator:

@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from evaluation.jobs.entry import Entry
 from evaluation.jobs.job import Job
-from evaluation.jobs.models import GPT, next_token_loss, text
+from evaluation.jobs.models import GPT, train_on_text
 from torchscout.config import Parallelism
 
 
@@ -20,11 +20,7 @@ def no_wrapper(job: Job) -> None:
         parameter.register_post_accumulate_grad_hook(lambda each: dist.all_reduce(each.grad))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     job.attach(model, optimizer, parallelism=Parallelism(replica=job.world))
-    for step in job.steps():
-        tokens, targets = text(step, job.rank)
-        optimizer.zero_grad()
-        next_token_loss(model(tokens), targets).backward()
-        optimizer.step()
+    train_on_text(job, model, optimizer, job.rank)
 
 
 JOBS: dict[str, Entry] = {"no-wrapper": Entry(no_wrapper)}

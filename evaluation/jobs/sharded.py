@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -17,7 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from evaluation.jobs.entry import Entry, Wrong
 from evaluation.jobs.job import Job
-from evaluation.jobs.models import GPT, LAYERS, OWNED, REPLICATED, next_token_loss, text
+from evaluation.jobs.models import GPT, LAYERS, OWNED, REPLICATED, train_on_text
 from torchscout.config import Parallelism
 
 
@@ -75,7 +74,7 @@ def _sharded(job: Job, shard: Callable[..., None], mesh: DeviceMesh, is_compiled
     model = torch.compile(net, backend=_compiler()) if is_compiled else net
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     job.attach(model, optimizer)
-    _train(job, model, optimizer, job.rank)
+    train_on_text(job, model, optimizer, job.rank)
 
 
 def _compiler() -> str:
@@ -96,15 +95,7 @@ def tensor_parallel(job: Job) -> None:
         parallelism=Parallelism(tensor=job.world),
         weight=lambda: model.blocks[0].up.weight,
     )
-    _train(job, model, optimizer, 0)
-
-
-def _train(job: Job, model: nn.Module, optimizer: torch.optim.Optimizer, row: int) -> None:
-    for step in job.steps():
-        tokens, targets = text(step, row)
-        optimizer.zero_grad()
-        next_token_loss(model(tokens), targets).backward()
-        optimizer.step()
+    train_on_text(job, model, optimizer, 0)
 
 
 _REDUCED = (

@@ -21,8 +21,7 @@ import torch
 import torch.distributed as dist
 
 from evaluation.jobs.entry import Entry, Wrong
-from evaluation.jobs.job import Job
-from torchscout.collectives.call import SCOUT_GROUP
+from evaluation.jobs.job import Job, forget_groups
 
 
 @dataclass(frozen=True)
@@ -97,11 +96,7 @@ def prepare(device: str = "cpu") -> None:
     trainer.time = types.SimpleNamespace(perf_counter=time.perf_counter, sleep=lambda _: None)
     gc.enable()  # a trainer collects at times of its own
     gc.collect()
-    # PyTorch names a group that only its members make after the number of groups they are in already: ranks
-    # that were of different stages would not find each other in the next training.
-    for group in [*dist.distributed_c10d._world.pg_map]:
-        if group is not dist.group.WORLD and group.group_desc != SCOUT_GROUP:
-            dist.destroy_process_group(group)
+    forget_groups()
     # What DTensor has worked out for a mesh it would take for the next one that is equal.
     _clear_sharding_prop_cache()
 

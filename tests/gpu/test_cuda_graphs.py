@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from evaluation.jobs.compiled import Graphed, graphed
 from evaluation.jobs.job import Job, Report, Trial
-from evaluation.jobs.models import GPT, LAYERS, next_token_loss, text
+from evaluation.jobs.models import GPT, LAYERS, text, train_on_text
 from tests.support.ranks import run_ranks
 
 pytestmark = [pytest.mark.gpu, pytest.mark.nccl(3)]
@@ -52,11 +52,7 @@ def reduced_overhead(job: Job) -> None:
     model = DistributedDataParallel(torch.compile(GPT(), mode="reduce-overhead"))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     job.attach(model, optimizer)
-    for step in job.steps():
-        tokens, targets = text(step, job.rank)
-        optimizer.zero_grad()
-        next_token_loss(model(tokens), targets).backward()
-        optimizer.step()
+    train_on_text(job, model, optimizer, job.rank)
 
 
 def at_once(job: Job) -> None:

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 
 from evaluation.jobs.catalog import CATALOG
 from evaluation.jobs.job import Job, Report, Trial
-from evaluation.jobs.models import GPT, next_token_loss, text
+from evaluation.jobs.models import GPT, train_on_text
 from tests.support.ranks import run_ranks
 from torchscout.log import show_by_default
 from torchscout.utils.reentrancy import in_own_work
@@ -83,11 +83,7 @@ def branching(job: Job) -> None:
     model = torch.compile(net, backend="aot_eager")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     job.attach(model, optimizer)
-    for step in job.steps():
-        tokens, targets = text(step, job.rank)
-        optimizer.zero_grad()
-        next_token_loss(model(tokens), targets).backward()
-        optimizer.step()
+    train_on_text(job, model, optimizer, job.rank)
 
 
 @pytest.mark.long

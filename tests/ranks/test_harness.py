@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support.ranks import LiveRanks, RankError, run_ranks
+from tests.support.ranks import LiveRanks, RankError, are_fit, run_ranks
 from tests.support.small_job import until
 from torchscout.testing.local_ranks import die_with_parent
 from torchscout.utils.procfs import is_running
@@ -116,6 +116,26 @@ def test_a_live_rank_that_fails_is_reported_with_its_traceback(tmp_path: Path):
         with pytest.raises(RankError, match="never -5") as caught:
             ranks.ask(-5)
     assert "in adding_up" in str(caught.value).split("rank 1:")[0], "where the other one waits"
+
+
+def making_groups(_rank: int, questions: Iterator[int]) -> Iterator[int]:
+    for count in questions:
+        for _ in range(count):
+            dist.new_group([0, 1])
+        yield count
+
+
+def test_live_ranks_are_fit_until_they_have_many_groups_or_one_is_gone():
+    with LiveRanks(making_groups, 2) as ranks:
+        ranks.ask(2)
+        assert are_fit(ranks)
+        ranks.ask(60)
+        assert not are_fit(ranks)
+    with LiveRanks(making_groups, 2) as ranks:
+        (pid, _) = (each.process.pid for each in ranks._ranks)
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        until(lambda: not are_fit(ranks), "a rank that is gone is noticed")
 
 
 def asking_late(started: Path, survived: Path) -> None:

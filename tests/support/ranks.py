@@ -3,10 +3,25 @@
 from __future__ import annotations
 
 import multiprocessing
+from pathlib import Path
 
 from torchscout.testing.local_ranks import LiveRanks, RankError, preload, run_ranks
 
-__all__ = ["LiveRanks", "RankError", "may_have_children", "run_ranks"]
+__all__ = ["LiveRanks", "RankError", "are_fit", "may_have_children", "run_ranks"]
+_MOST_THREADS = 100
+
+
+def are_fit(ranks: LiveRanks) -> bool:
+    """Return whether all are alive and have few threads.
+
+    Trainers of frameworks leave process groups behind, and Gloo has threads for each that wake up a hundred
+    times a second: ranks with a thousand of them slow down whatever else this machine runs.
+    """
+    try:
+        tasks = [Path(f"/proc/{rank.process.pid}/task") for rank in ranks._ranks]
+        return all(len([*each.iterdir()]) <= _MOST_THREADS for each in tasks)
+    except OSError:  # one has ended
+        return False
 
 
 def may_have_children() -> None:

@@ -28,7 +28,7 @@ from torch import nn
 
 from tests.scenarios.rows import Finding
 from tests.scenarios.today.thread_ranks import UNTIMED
-from tests.support.ranks import LiveRanks, RankError
+from tests.support.ranks import LiveRanks, RankError, are_fit
 from torchscout import ObserverConfig, Parallelism, RecoveryConfig, ReplayConfig, enable_resiliency
 from torchscout.adapters.pytorch import PyTorchAdapter
 from torchscout.decision.records.record import Action, Incident
@@ -125,6 +125,8 @@ class Jobs:
 
     def _started(self, program: Program) -> LiveRanks:
         key = program.ranks, "nccl" if program.on_gpu else "gloo"
+        if key in self._ranks and not are_fit(self._ranks[key]):
+            self._ranks.pop(key).close()
         if key not in self._ranks:
             self._ranks[key] = LiveRanks(answering, key[0], backend=key[1])
         return self._ranks[key]
@@ -213,8 +215,7 @@ def answering(rank: int, requests: Iterator[tuple[Program, Path, int]]) -> Itera
         alone.leave()
         assert alone.report.costs == [], "it costs that without torchscout, too"
         report = _attached(Run(rank, program, folder, port, run_dir=folder / "run"), alone)
-        threads = len([*Path("/proc/self/task").iterdir()])  # Gloo has some for each group that is left
-        report.is_reusable = dist.is_initialized() and dist.group.WORLD is world and threads <= 100
+        report.is_reusable = dist.is_initialized() and dist.group.WORLD is world
         yield report
 
 
