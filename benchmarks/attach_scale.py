@@ -26,9 +26,9 @@ from typing import Any
 
 from reporting import environment, parser_of, publish
 
+from torchscout.c3.channel import decoded
+from torchscout.c3.tree import FAN_OUT, Runs, groups_of
 from torchscout.config import ObserverConfig, ReplayConfig
-from torchscout.decision.consensus.channel import decoded
-from torchscout.decision.consensus.tree import FAN_OUT, Runs, groups_of
 from torchscout.decision.progress import CommGroup
 from torchscout.mesh import LayerKind, Mesh
 from torchscout.observer.record.layout import Declarations, line_text

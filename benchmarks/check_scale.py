@@ -24,10 +24,10 @@ from typing import Any
 import numpy as np
 import xxhash
 
+from torchscout.c3 import compare as c3
+from torchscout.c3.tree import Runs, TreeChannel, groups_of
 from torchscout.config import BaselineConfig, ReplayConfig, StragglerConfig
-from torchscout.decision.consensus import c3
-from torchscout.decision.consensus.rules import Status
-from torchscout.decision.consensus.tree import Runs, TreeChannel, groups_of
+from torchscout.decision.consensus import Status
 from torchscout.decision.straggler.diagnosis import Stragglers
 from torchscout.decision.straggler.measured import Lap, Measured, encode, tables
 from torchscout.decision.straggler.timings import Timings

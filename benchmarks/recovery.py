@@ -157,7 +157,7 @@ def watch(folder: Path, agents: list[subprocess.Popen[bytes]]) -> float:
 
 
 def parts_of(folder: Path, stopped: float) -> dict[str, float]:
-    from torchscout.decision.records.record import Decision, Incident  # workers import it when they attach
+    from torchscout.decision.types import Decision, Incident  # workers import it when they attach
 
     fault = float((folder / "fault").read_text())
     found = {type(line.item): line.time for line in reversed(lines_of(folder))}  # the first one of each
@@ -172,7 +172,7 @@ def parts_of(folder: Path, stopped: float) -> dict[str, float]:
 
 
 def incidents_of(folder: Path) -> list[str]:
-    from torchscout.decision.records.record import Incident
+    from torchscout.decision.types import Incident
 
     return [
         f"{line.item.manifestation.value}, {line.item.scope.value}, ranks {[*line.item.ranks]}"

@@ -20,8 +20,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from reporting import parser_of, publish
 
-from torchscout.decision.consensus.rules import exact
-from torchscout.decision.records.record import EvidenceRecord, Manifestation
+from torchscout.decision.consensus import exact
 from torchscout.decision.repeatability import (
     BIAS,
     CHANCE,
@@ -30,6 +29,7 @@ from torchscout.decision.repeatability import (
     Repeated,
     SurfaceHistory,
 )
+from torchscout.decision.types import EvidenceRecord, Manifestation
 
 PEERS = (3, 4, 5, 8, 16, 32, 64, 128)
 SURFACE = "layer.0/grad_input"

@@ -31,9 +31,9 @@ from torch import nn
 from torch.nn import functional
 
 from torchscout.attach import enable_resiliency
+from torchscout.c3 import compare as c3
+from torchscout.c3.channel import ProcessGroupChannel
 from torchscout.config import Parallelism, ReplayConfig
-from torchscout.decision.consensus import c3
-from torchscout.decision.consensus.channel import ProcessGroupChannel
 from torchscout.mesh import Axis, PeerGroup
 from torchscout.replay.recipe import Observation, finish_signatures
 from torchscout.replay.recipes.layer import LayerRecipe

@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from reporting import environment, heading, parser_of, publish
 
-from torchscout.decision.consensus.signature import signature
+from torchscout.c3.signature import signature
 
 if TYPE_CHECKING:
-    from torchscout.decision.consensus.fold_triton import Launch
+    from torchscout.c3.fold_triton import Launch
 
 MIB = 1 << 20
 SIZES = {"cpu": [64 * MIB, 256 * MIB], "cuda": [16 * MIB, 64 * MIB, 256 * MIB, 1024 * MIB]}
@@ -129,7 +129,7 @@ def extra_device_bytes(tensor: torch.Tensor) -> int:
 
 def sweep() -> list[dict[str, Any]]:
     """Kernel time on the device, and ratio end to end, for launches around the default."""
-    from torchscout.decision.consensus.fold_triton import LAUNCH, Launch, fold_with_triton
+    from torchscout.c3.fold_triton import LAUNCH, Launch, fold_with_triton
 
     rotations = {size: rotation("cuda", size) for size in (16 * MIB, 256 * MIB, 1024 * MIB)}
     launches = [
@@ -157,7 +157,7 @@ def sweep() -> list[dict[str, Any]]:
 
 def kernel_seconds(launch: Launch, buffers: list[torch.Tensor]) -> float:
     """Median time of the kernel alone, between events; a sleep first lets the host queue all of them."""
-    from torchscout.decision.consensus.fold_triton import FoldKernel
+    from torchscout.c3.fold_triton import FoldKernel
 
     words = torch.zeros(3, dtype=torch.int64, device="cuda")
     result, scratch = words.data_ptr(), words[1:].data_ptr()

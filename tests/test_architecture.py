@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 
 PACKAGE = Path(__file__).parent.parent / "torchscout"
-MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_PARAMETERS = 450, 60, 8
+MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_PARAMETERS = 700, 60, 8
 MAX_KERNEL_PARAMETERS = 18  # a Triton kernel has no objects to pass: operands, sizes and constants one by one
 
 # Each floor with the floors it may import from, besides itself. config, errors, log, mesh and utils are the
@@ -16,13 +16,14 @@ MAX_KERNEL_PARAMETERS = 18  # a Triton kernel has no objects to pass: operands, 
 FLOORS = {
     "ground": set(),
     "decision": {"ground"},
+    "c3": {"ground", "decision"},
     "collectives": {"ground"},
     "experts": {"ground"},
-    "communicators": {"ground", "decision", "collectives"},
-    "observer": {"ground", "decision", "collectives", "communicators"},
-    "replay": {"ground", "decision", "collectives", "communicators", "experts"},
-    "checkpoint": {"ground", "decision", "communicators"},
-    "adapters": {"ground", "decision", "collectives", "experts", "replay", "checkpoint"},
+    "communicators": {"ground", "decision", "c3", "collectives"},
+    "observer": {"ground", "decision", "c3", "collectives", "communicators"},
+    "replay": {"ground", "decision", "c3", "collectives", "communicators", "experts"},
+    "checkpoint": {"ground", "decision", "c3", "communicators"},
+    "adapters": {"ground", "decision", "c3", "collectives", "experts", "replay", "checkpoint"},
 }
 FLOORS["notify"] = {"ground", "decision"}
 FLOORS["session"] = set(FLOORS)
@@ -33,10 +34,10 @@ FLOORS["report"] = {"ground", "decision", "observer"}
 FLOORS["preflight"] = set(FLOORS) - {"launch"}
 FLOORS["plugins"] = {"ground", "decision", "checkpoint", "adapters", "session", "attach"}
 # Deliberate faults, real ranks for tests, the campaign, the simulator: production imports none of them.
-FLOORS["faults"] = {"ground", "decision", "collectives", "experts", "replay", "checkpoint", "adapters"}
+FLOORS["faults"] = {"ground", "decision", "c3", "collectives", "experts", "replay", "checkpoint", "adapters"}
 FLOORS["testing"] = {"ground", "experts", "observer"}
 FLOORS["campaign"] = set(FLOORS)
-FLOORS["simulate"] = {"ground", "decision", "observer", "campaign"}
+FLOORS["simulate"] = {"ground", "decision", "c3", "observer", "campaign"}
 FLOORS["cli"] = set(FLOORS)
 BESIDES = ("faults/", "testing/", "campaign/", "simulate/", "cli/")
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torchscout.attach import enable_resiliency
+    from torchscout.c3.signature import signature, signatures
     from torchscout.config import (
         CheckpointConfig,
         ObserverConfig,
@@ -17,9 +18,8 @@ if TYPE_CHECKING:
         RecoveryConfig,
         ReplayConfig,
     )
-    from torchscout.decision.consensus.rules import Status, Verdict
-    from torchscout.decision.consensus.signature import signature, signatures
-    from torchscout.decision.records.record import Action, EvidenceRecord, Incident, Manifestation, Scope
+    from torchscout.decision.consensus import Status, Verdict
+    from torchscout.decision.types import Action, EvidenceRecord, Incident, Manifestation, Scope
     from torchscout.errors import ScoutError
     from torchscout.mesh import Mesh, MeshAddress, PeerGroup
     from torchscout.session.session import Session
@@ -29,9 +29,9 @@ __version__ = "0.1.0"
 _MODULES = {
     "attach": ("enable_resiliency",),
     "config": ("CheckpointConfig", "ObserverConfig", "Parallelism", "RecoveryConfig", "ReplayConfig"),
-    "decision.consensus.rules": ("Status", "Verdict"),
-    "decision.records.record": ("Action", "EvidenceRecord", "Incident", "Manifestation", "Scope"),
-    "decision.consensus.signature": ("signature", "signatures"),
+    "decision.consensus": ("Status", "Verdict"),
+    "decision.types": ("Action", "EvidenceRecord", "Incident", "Manifestation", "Scope"),
+    "c3.signature": ("signature", "signatures"),
     "errors": ("ScoutError",),
     "mesh": ("Mesh", "MeshAddress", "PeerGroup"),
     "session.session": ("Session",),

@@ -39,8 +39,8 @@ from torchscout.config import (
     StragglerConfig,
 )
 from torchscout.decision.progress import Phase
-from torchscout.decision.records.record import Incident
 from torchscout.decision.records.recorder import JsonlRecorder, record_one
+from torchscout.decision.types import Incident
 from torchscout.errors import CatalogError, ScoutError
 from torchscout.experts.coverage import Rows
 from torchscout.log import show_by_default

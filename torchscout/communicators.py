@@ -18,9 +18,9 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
+from torchscout.c3.channel import PeerChannel, ProcessGroupChannel, decoded
+from torchscout.c3.tree import FAN_OUT, Runs, TreeChannel, groups_of, height_of
 from torchscout.collectives.call import SCOUT_GROUP, set_members
-from torchscout.decision.consensus.channel import PeerChannel, ProcessGroupChannel, decoded
-from torchscout.decision.consensus.tree import FAN_OUT, Runs, TreeChannel, groups_of, height_of
 from torchscout.errors import ChannelError, ScoutError
 from torchscout.mesh import Axis, Mesh, PeerGroup
 from torchscout.utils import unlisted_groups
@@ -88,7 +88,7 @@ class Communicators:
 
     @property
     def is_tree(self) -> bool:
-        """Whether the job is too large for one group; see ``decision.consensus.tree``."""
+        """Whether the job is too large for one group; see ``c3.tree``."""
         return self._job.height > 1
 
     def exchange(self, document: Any) -> list[Any]:

@@ -15,7 +15,7 @@ from urllib.error import HTTPError
 from urllib.parse import urlsplit
 from urllib.request import HTTPRedirectHandler, Request, build_opener
 
-from torchscout.decision.records.record import Incident
+from torchscout.decision.types import Incident
 from torchscout.log import Problems
 
 __all__ = ["Webhook", "host_of", "message_of"]

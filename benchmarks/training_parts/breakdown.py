@@ -14,10 +14,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from torchscout.c3 import compare as c3
+from torchscout.c3 import signature
+from torchscout.c3.channel import ProcessGroupChannel
 from torchscout.communicators import Communicators, PeerCommunicator
 from torchscout.config import ReplayConfig
-from torchscout.decision.consensus import c3, signature
-from torchscout.decision.consensus.channel import ProcessGroupChannel
 from torchscout.decision.records.recorder import JsonlRecorder
 from torchscout.decision.records.summary import SummaryRecorder
 from torchscout.replay import active, replayer

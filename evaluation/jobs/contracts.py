@@ -18,7 +18,7 @@ from evaluation.jobs.catalog import CATALOG
 from evaluation.jobs.entry import Entry
 from evaluation.jobs.job import Job, Report, Trial
 from torchscout.decision.records import recorder
-from torchscout.decision.records.record import Incident, Manifestation
+from torchscout.decision.types import Incident, Manifestation
 from torchscout.faults.plan import FaultPlan
 from torchscout.testing.local_ranks import LiveRanks, RankError, preload
 

@@ -37,7 +37,7 @@ from torchscout.config import (
     StragglerConfig,
 )
 from torchscout.decision.records import recorder
-from torchscout.decision.records.record import EvidenceRecord, Incident, Manifestation
+from torchscout.decision.types import EvidenceRecord, Incident, Manifestation
 from torchscout.faults.injector import Injector
 from torchscout.faults.plan import FaultPlan
 from torchscout.session.checkpoints.resumption import Resumption

@@ -11,7 +11,7 @@ import pytest
 from tests.support.hangs import incidents, wait_for_incident
 from tests.support.nccl_hangs import CULPRIT, Hang, has_fired, train
 from tests.support.ranks import RankError, run_ranks
-from torchscout.decision.records.record import Incident
+from torchscout.decision.types import Incident
 
 pytestmark = [pytest.mark.gpu, pytest.mark.nccl(3)]
 RANKS = 3

@@ -19,7 +19,7 @@ from tests.support.nccl_hangs import (
     train,
 )
 from tests.support.ranks import run_ranks
-from torchscout.decision.records.record import Incident, Scope
+from torchscout.decision.types import Incident, Scope
 
 pytestmark = [pytest.mark.gpu, pytest.mark.nccl(3)]
 RANKS = 3

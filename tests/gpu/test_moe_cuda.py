@@ -13,7 +13,7 @@ from torch import nn
 from tests.support.ranks import run_ranks
 from torchscout.attach import enable_resiliency
 from torchscout.config import Parallelism, ReplayConfig
-from torchscout.decision.records.record import Scope
+from torchscout.decision.types import Scope
 
 pytestmark = [
     pytest.mark.gpu,

@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from tests.support.ranks import run_ranks
 from torchscout.attach import enable_resiliency
 from torchscout.config import Parallelism, ReplayConfig
-from torchscout.decision.records.record import Manifestation
+from torchscout.decision.types import Manifestation
 from torchscout.faults.injector import Injector
 from torchscout.faults.plan import FaultPlan
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from torchscout.decision.consensus.fold import fold_with_torch
-from torchscout.decision.consensus.signature import (
+from torchscout.c3.fold import fold_with_torch
+from torchscout.c3.signature import (
     Algorithm,
     PendingSignatures,
     read_signatures,
@@ -33,7 +33,7 @@ def random_bytes(count: int) -> torch.Tensor:
 
 
 def fused_fold(tensor: torch.Tensor) -> int:
-    from torchscout.decision.consensus.fold_triton import fold_with_triton
+    from torchscout.c3.fold_triton import fold_with_triton
 
     return int(fold_with_triton([tensor]).item())
 
@@ -107,7 +107,7 @@ def test_every_bit_flip_changes_the_signature():
 
 
 def test_every_launch_gives_the_same_fold():
-    from torchscout.decision.consensus.fold_triton import Launch, fold_with_triton
+    from torchscout.c3.fold_triton import Launch, fold_with_triton
 
     data = random_bytes((1 << 22) + 37)[1:]
     launches = [Launch(256, 1, 1), Launch(1024, 4, 8), Launch(2048, 8, 4), Launch(8192, 16, 1)]
@@ -161,7 +161,7 @@ def test_the_current_stream_is_used():
 
 
 def test_streams_do_not_disturb_each_other():
-    from torchscout.decision.consensus.fold_triton import fold_with_triton
+    from torchscout.c3.fold_triton import fold_with_triton
 
     data = [random_bytes(32 << 20), random_bytes((32 << 20) + 8)]
     expected = [int(fold_with_torch(each).item()) for each in data]

@@ -21,8 +21,8 @@ from tests.support.ranks import run_ranks
 from tests.support.small_job import until
 from tests.support.wall_clock import WallClock
 from tests.support.wall_clock import why_impossible as why_no_clock
-from torchscout.decision.records.record import Incident
 from torchscout.decision.records.recorder import Stamped, read
+from torchscout.decision.types import Incident
 from torchscout.utils.procfs import is_running
 
 SECONDS = float(os.environ.get("SCOUT_CHAOS", "60"))

@@ -16,8 +16,8 @@ import pytest
 
 from tests.ranks.test_campaign import processes_of
 from torchscout.decision.records import recorder
-from torchscout.decision.records.record import Incident
 from torchscout.decision.records.recorder import Stamped
+from torchscout.decision.types import Incident
 
 SCOUT = Path(sys.executable).with_name("scout")
 STEPS = 12

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.small_job import SmallJob, small_job, until
-from torchscout.decision.records.record import Incident, Resolved
+from torchscout.decision.types import Incident, Resolved
 from torchscout.utils.procfs import is_running
 
 LONG = 600.0

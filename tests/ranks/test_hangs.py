@@ -32,7 +32,7 @@ from tests.support.hangs import (
 from tests.support.ranks import RankError, run_ranks
 from torchscout.attach import enable_resiliency
 from torchscout.config import Parallelism
-from torchscout.decision.records.record import Action, Manifestation, Scope
+from torchscout.decision.types import Action, Manifestation, Scope
 from torchscout.faults.injector import Injector
 from torchscout.faults.plan import FaultPlan
 from torchscout.mesh import Mesh

@@ -18,11 +18,11 @@ from tests.support.ranks import run_ranks
 from tests.support.replay_jobs import Job, bytes_of
 from torchscout import communicators
 from torchscout.attach import enable_resiliency
+from torchscout.c3 import tree
+from torchscout.c3.tree import TreeChannel, groups_of
 from torchscout.collectives.call import Call
 from torchscout.collectives.interceptor import Pending, listen
 from torchscout.config import ReplayConfig
-from torchscout.decision.consensus import tree
-from torchscout.decision.consensus.tree import TreeChannel, groups_of
 from torchscout.decision.straggler.diagnosis import Slowness, Stragglers
 from torchscout.decision.straggler.timings import Timings
 from torchscout.errors import ChannelError

@@ -22,7 +22,7 @@ from tests.support.hangs import incidents, wait_for_incident
 from tests.support.ranks import run_ranks
 from torchscout.attach import enable_resiliency
 from torchscout.config import ObserverConfig, Parallelism, ReplayConfig
-from torchscout.decision.records.record import Manifestation
+from torchscout.decision.types import Manifestation
 from torchscout.launch import attachment
 from torchscout.launch.agreement import agree
 from torchscout.launch.settings import VARIABLE, Settings

@@ -19,8 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 from tests.support.ranks import run_ranks
 from torchscout.attach import enable_resiliency
 from torchscout.config import ReplayConfig
-from torchscout.decision.records.record import EvidenceRecord, Incident
 from torchscout.decision.records.recorder import read
+from torchscout.decision.types import EvidenceRecord, Incident
 from torchscout.faults.injector import Injector
 from torchscout.faults.plan import FaultPlan
 from torchscout.replay.recipe import Observation

@@ -17,9 +17,9 @@ from evaluation.jobs.script import OTHER
 from tests.ranks.test_standby import own_address
 from tests.support.restarts import SCRIPT, answers, run
 from tests.support.torchrun_agents import Agents, installed, running_agents
-from torchscout.decision.records.record import Action, Decision, Scope
 from torchscout.decision.records.recorder import IncidentLog
 from torchscout.decision.recovery.restart_plan import RestartPlan
+from torchscout.decision.types import Action, Decision, Scope
 
 pytestmark = pytest.mark.slow
 SECONDS = 200.0

@@ -13,7 +13,7 @@ from tests.support.ranks import RankError, run_ranks
 from torchscout.checkpoint.trust.generation import TrustLevel
 from torchscout.checkpoint.trust.selection import SweepResult
 from torchscout.config import ReplayConfig
-from torchscout.decision.records.record import Scope
+from torchscout.decision.types import Scope
 from torchscout.faults.plan import FaultPlan
 from torchscout.testing.moe_model import EXPERTS, catalog_for
 

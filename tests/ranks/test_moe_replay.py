@@ -9,7 +9,7 @@ import pytest
 from evaluation.jobs.contracts import Attempt, Ranks
 from evaluation.jobs.job import Report, Trial
 from evaluation.jobs.mixture import SPREAD
-from torchscout.decision.records.record import Scope
+from torchscout.decision.types import Scope
 from torchscout.faults.plan import FaultPlan
 
 EXPERTS = tuple(f"layer.{place}.mixture.experts" for place in (0, 1))

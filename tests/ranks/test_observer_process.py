@@ -18,7 +18,7 @@ import pytest
 import torchscout
 from tests.support.small_job import QUICK, SmallJob, small_job, until
 from torchscout.decision.progress import Phase
-from torchscout.decision.records.record import Incident, Resolved
+from torchscout.decision.types import Incident, Resolved
 from torchscout.errors import ObserverError
 from torchscout.mesh import Mesh
 from torchscout.observer import handle as observers

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 from tests.support.hangs import QUICK, Net, incidents
 from tests.support.ranks import may_have_children, run_ranks
 from torchscout.attach import enable_resiliency
-from torchscout.decision.records.record import Action, Manifestation, Scope
+from torchscout.decision.types import Action, Manifestation, Scope
 
 SOON = replace(QUICK, min_silence_seconds=5.0, repeat_seconds=0.5)
 """Surveys follow each other quickly, and no step is long enough for a hang."""

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tests.support.hangs import QUICK, Net, incidents
 from tests.support.ranks import run_ranks
 from torchscout.attach import enable_resiliency
-from torchscout.decision.records.record import Action, Manifestation, Scope
+from torchscout.decision.types import Action, Manifestation, Scope
 from torchscout.faults.injector import Injector
 from torchscout.faults.plan import FaultPlan
 from torchscout.mesh import Mesh

@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from tests.support.ranks import run_ranks
-from torchscout.decision.consensus.signature import PendingSignatures, signature
+from torchscout.c3.signature import PendingSignatures, signature
 from torchscout.mesh import Mesh
 from torchscout.replay.sharded_parameters import Reduction, route_of
 

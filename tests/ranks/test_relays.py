@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.support.small_job import SmallJob, small_job, until
-from torchscout.decision.records.record import Incident, Resolved, Scope
+from torchscout.decision.types import Incident, Resolved, Scope
 from torchscout.utils.procfs import is_running
 
 LONG = 600.0

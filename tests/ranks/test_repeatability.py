@@ -17,7 +17,7 @@ from tests.support.replay_jobs import Job, bytes_of, records
 from tests.support.replayed_job import REPLAY, Block, Net, loss_of
 from torchscout.attach import enable_resiliency
 from torchscout.config import ReplayConfig
-from torchscout.decision.records.record import EvidenceRecord, Manifestation
+from torchscout.decision.types import EvidenceRecord, Manifestation
 from torchscout.faults.injector import Injector
 from torchscout.faults.plan import FaultPlan
 

@@ -18,7 +18,7 @@ from torchscout.checkpoint.trust.generation import TrustLevel
 from torchscout.collectives.call import Call
 from torchscout.collectives.interceptor import Pending, listen
 from torchscout.config import CheckpointConfig, ReplayConfig
-from torchscout.decision.records.record import EvidenceRecord, Manifestation
+from torchscout.decision.types import EvidenceRecord, Manifestation
 from torchscout.errors import ChannelError
 from torchscout.faults.injector import Injector
 from torchscout.faults.plan import FaultPlan

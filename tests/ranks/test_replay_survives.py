@@ -29,7 +29,7 @@ from tests.support.replayed_job import REPLAY, Block, Net
 from torchscout.collectives.call import Call
 from torchscout.collectives.interceptor import Pending, listen
 from torchscout.config import ObserverConfig, ReplayConfig
-from torchscout.decision.records.record import EvidenceRecord, Manifestation, Scope
+from torchscout.decision.types import EvidenceRecord, Manifestation, Scope
 from torchscout.faults.effects import ProcessEffect, Signal, Sleep
 from torchscout.faults.injector import Injector
 from torchscout.faults.plan import Fault, FaultPlan

@@ -14,7 +14,7 @@ from tests.support.ranks import run_ranks
 from tests.support.replay_jobs import Job, records
 from tests.support.replayed_job import WIDTH, Block, checked_training
 from torchscout.config import ReplayConfig
-from torchscout.decision.records.record import Incident
+from torchscout.decision.types import Incident
 from torchscout.faults.injector import Injector
 from torchscout.faults.plan import FaultPlan
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from torchscout.decision.records.record import Incident
 from torchscout.decision.records.recorder import IncidentLog
+from torchscout.decision.types import Incident
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]

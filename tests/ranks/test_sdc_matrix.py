@@ -21,7 +21,7 @@ from tests.support.replayed_job import (
     due_layer,
     due_parameter,
 )
-from torchscout.decision.records.record import EvidenceRecord, Manifestation
+from torchscout.decision.types import EvidenceRecord, Manifestation
 from torchscout.faults.ground_truth import GroundTruth
 from torchscout.faults.plan import FaultPlan
 from torchscout.mesh import Mesh

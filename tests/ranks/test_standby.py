@@ -16,8 +16,8 @@ import pytest
 
 from tests.support.small_job import until
 from tests.support.torchrun_agents import ROOT, Agents, installed, running_agents
-from torchscout.decision.records.record import Action, Decision, Failure
 from torchscout.decision.recovery.restart_plan import RestartPlan
+from torchscout.decision.types import Action, Decision, Failure
 
 slow = pytest.mark.slow
 

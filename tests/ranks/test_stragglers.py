@@ -12,7 +12,7 @@ import pytest
 from evaluation.jobs.catalog import CATALOG
 from evaluation.jobs.job import Job, Report, Trial
 from tests.support.ranks import run_ranks
-from torchscout.decision.records.record import EvidenceRecord
+from torchscout.decision.types import EvidenceRecord
 from torchscout.faults.plan import FaultPlan
 from torchscout.mesh import Mesh
 

@@ -11,7 +11,7 @@ import pytest
 from tests.support.hangs import incidents, resolutions
 from tests.support.machines import INTERFACE, OTHER_INTERFACE, Machine, machines, why_impossible
 from tests.support.small_job import until
-from torchscout.decision.records.record import Manifestation, Scope
+from torchscout.decision.types import Manifestation, Scope
 
 pytestmark = pytest.mark.skipif(why_impossible() is not None, reason=str(why_impossible()))
 

@@ -12,8 +12,8 @@ import sys
 import time
 from pathlib import Path
 
-from torchscout.decision.records.record import Action, Decision, Failure
 from torchscout.decision.recovery.restart_plan import FOLDER_VARIABLE, RestartPlan
+from torchscout.decision.types import Action, Decision, Failure
 from torchscout.utils.identity import host_name
 
 

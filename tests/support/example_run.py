@@ -6,8 +6,10 @@ from pathlib import Path
 
 from tests.support.incidents import incident_from
 from torchscout.config import StragglerConfig
-from torchscout.decision.consensus.rules import Status, Verdict, exact, statistical
-from torchscout.decision.records.record import (
+from torchscout.decision.consensus import Status, Verdict, exact, statistical
+from torchscout.decision.records.recorder import JsonlRecorder
+from torchscout.decision.records.summary import SummaryRecorder
+from torchscout.decision.types import (
     Action,
     Decision,
     EvidenceRecord,
@@ -17,8 +19,6 @@ from torchscout.decision.records.record import (
     Started,
     Trust,
 )
-from torchscout.decision.records.recorder import JsonlRecorder
-from torchscout.decision.records.summary import SummaryRecorder
 from torchscout.mesh import AXES, Mesh
 from torchscout.observer.record.directory import RankEntry
 

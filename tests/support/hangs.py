@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from torchscout.config import ObserverConfig
 from torchscout.decision.records import recorder
-from torchscout.decision.records.record import Incident, Resolved
 from torchscout.decision.records.recorder import Stamped
+from torchscout.decision.types import Incident, Resolved
 
 QUICK = ObserverConfig(
     min_silence_seconds=1.0,

@@ -19,7 +19,7 @@ from tests.support.replayed_job import Block, Net, device, loss_of
 from torchscout.attach import enable_resiliency
 from torchscout.collectives.interceptor import listen
 from torchscout.config import ReplayConfig
-from torchscout.decision.records.record import Incident
+from torchscout.decision.types import Incident
 
 
 def reduce(x: torch.Tensor) -> None:

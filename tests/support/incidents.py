@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torchscout.decision.records.record import Action, EvidenceRecord, Incident, Scope
+from torchscout.decision.types import Action, EvidenceRecord, Incident, Scope
 
 
 def incident_from(

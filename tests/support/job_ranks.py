@@ -14,7 +14,7 @@ from evaluation.jobs.catalog import CATALOG
 from evaluation.jobs.job import Job, Report, Trial
 from tests.support.hangs import incidents, wait_for_incident
 from tests.support.ranks import LiveRanks
-from torchscout.decision.records.record import Incident
+from torchscout.decision.types import Incident
 from torchscout.faults.plan import FaultPlan
 
 

@@ -20,7 +20,7 @@ from tests.support.findings import Findings
 from tests.support.hangs import resolutions
 from tests.support.ranks import LiveRanks, RankError
 from torchscout.config import BaselineConfig, ObserverConfig, ReplayConfig, StragglerConfig
-from torchscout.decision.records.record import Incident
+from torchscout.decision.types import Incident
 
 STEPS, FAULTY_STEP, STALL = 12, 6, 10.0
 """A stall outlasts the threshold by far, and ends: the job then goes on."""

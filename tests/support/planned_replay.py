@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from tests.support.thread_peers import ThreadPeers, on_threads
-from torchscout.decision.records.record import EvidenceRecord
+from torchscout.decision.types import EvidenceRecord
 from torchscout.errors import ReplayError
 from torchscout.replay.capture.broadcast import Broadcast
 from torchscout.replay.recipe import Comparison, Mode, Observation, Recipe, Replay, SavedInput

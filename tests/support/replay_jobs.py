@@ -19,7 +19,7 @@ from tests.support.findings import all_records, evidence_of
 from tests.support.replayed_job import Net, loss_of
 from torchscout.attach import enable_resiliency
 from torchscout.config import ReplayConfig
-from torchscout.decision.records.record import EvidenceRecord, Manifestation
+from torchscout.decision.types import EvidenceRecord, Manifestation
 from torchscout.session.session import Session
 from torchscout.utils.reentrancy import in_own_work
 

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from tests.support.findings import evidence_of
 from tests.support.ranks import run_ranks
-from torchscout.decision.records.record import EvidenceRecord, Manifestation
+from torchscout.decision.types import EvidenceRecord, Manifestation
 from torchscout.faults.plan import FaultPlan
 from torchscout.session.session import Session
 

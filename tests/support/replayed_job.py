@@ -19,8 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 from tests.support.findings import all_records, evidence_of
 from torchscout.attach import enable_resiliency
 from torchscout.config import ReplayConfig
-from torchscout.decision.records.record import EvidenceRecord, Incident, Manifestation
 from torchscout.decision.repeatability import MAX_REPLAYS
+from torchscout.decision.types import EvidenceRecord, Incident, Manifestation
 from torchscout.faults.effects import FlipBit
 from torchscout.faults.injector import Firing, Injector
 from torchscout.faults.plan import FaultPlan

@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from torchscout.decision.records.record import Decision
 from torchscout.decision.records.recorder import IncidentLog
+from torchscout.decision.types import Decision
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ["-m", "evaluation.jobs.script", "no-wrapper"]

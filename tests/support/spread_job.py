@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.support.hangs import FAULTY_STEP, QUICK, STEPS, Net, give_up_soon, wait_for_incident
 from torchscout.attach import enable_resiliency
-from torchscout.decision.records.record import Incident
+from torchscout.decision.types import Incident
 
 
 def train(rank: int, run_dir: Path, stalls: str) -> None:

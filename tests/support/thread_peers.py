@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from torchscout.decision.consensus.channel import PeerChannel, ThreadChannel
-from torchscout.decision.consensus.tree import TreeChannel, groups_of
+from torchscout.c3.channel import PeerChannel, ThreadChannel
+from torchscout.c3.tree import TreeChannel, groups_of
 from torchscout.mesh import Axis, PeerGroup
 
 _End = TypeVar("_End")

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from torchscout.config import BaselineConfig
-from torchscout.decision.consensus.rules import statistical
-from torchscout.decision.records.record import EvidenceRecord, Manifestation, Scope
+from torchscout.decision.consensus import statistical
 from torchscout.decision.straggler.diagnosis import Baseline
+from torchscout.decision.types import EvidenceRecord, Manifestation, Scope
 
 QUIET = [50.0, 50.4, 50.2, 49.7]
 SHORT = [2.0, 2.01, 1.99]

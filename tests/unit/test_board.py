@@ -18,9 +18,9 @@ import zmq
 from tests.support.incidents import incident_from
 from tests.support.small_job import until
 from torchscout.config import ObserverConfig
-from torchscout.decision.consensus.rules import exact
+from torchscout.decision.consensus import exact
 from torchscout.decision.progress import CommGroup, Phase, Process, Progress, RankStatus
-from torchscout.decision.records.record import EvidenceRecord, Incident, Manifestation, from_json
+from torchscout.decision.types import EvidenceRecord, Incident, Manifestation, from_json
 from torchscout.observer.rounds import hub
 from torchscout.observer.rounds.hub import Hub
 from torchscout.observer.rounds.post_writer import post_of

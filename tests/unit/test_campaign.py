@@ -23,8 +23,8 @@ from torchscout.campaign.machine import fitted
 from torchscout.campaign.page import page
 from torchscout.campaign.results import Found, Result, Store, as_report, interval, percentile, summarized
 from torchscout.campaign.tables import screen_of
-from torchscout.decision.consensus.rules import exact
-from torchscout.decision.records.record import Action, EvidenceRecord, Incident, Manifestation, Scope
+from torchscout.decision.consensus import exact
+from torchscout.decision.types import Action, EvidenceRecord, Incident, Manifestation, Scope
 from torchscout.faults.effects import DeviceSpin, Sleep
 from torchscout.faults.ground_truth import GroundTruth
 from torchscout.faults.plan import FaultPlan

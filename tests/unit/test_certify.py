@@ -10,9 +10,9 @@ from torchscout.checkpoint.trust.certification import CheckVote, events_of, outc
 from torchscout.checkpoint.trust.gate import CheckpointGate, transition
 from torchscout.checkpoint.trust.gate_state import Checked, Outcome, Sealed, WriteFailed
 from torchscout.checkpoint.trust.generation import Generation
-from torchscout.decision.consensus.rules import exact
-from torchscout.decision.records.record import EvidenceRecord, Manifestation
+from torchscout.decision.consensus import exact
 from torchscout.decision.repeatability import NONDETERMINISTIC
+from torchscout.decision.types import EvidenceRecord, Manifestation
 from torchscout.errors import CheckpointError
 
 

@@ -9,10 +9,10 @@ import struct
 import numpy as np
 import pytest
 
-from torchscout.decision.consensus import c3
-from torchscout.decision.consensus import rules as consensus
-from torchscout.decision.consensus.channel import PeerChannel
-from torchscout.decision.consensus.rules import Status, Unanimous, exact, known, robust_scale, statistical
+from torchscout.c3 import compare as c3
+from torchscout.c3.channel import PeerChannel
+from torchscout.decision import consensus
+from torchscout.decision.consensus import Status, Unanimous, exact, known, robust_scale, statistical
 from torchscout.mesh import Axis, PeerGroup
 
 AGREE, ATTRIBUTED, INCONCLUSIVE = Status.AGREE, Status.ATTRIBUTED, Status.INCONCLUSIVE

@@ -8,10 +8,10 @@ from collections.abc import Iterable
 import pytest
 
 from torchscout.config import StragglerConfig
-from torchscout.decision.consensus.rules import statistical
-from torchscout.decision.records.record import EvidenceRecord, Incident, Manifestation, Scope
+from torchscout.decision.consensus import statistical
 from torchscout.decision.straggler.groups import CollectiveTime, GroupDiagnosis
 from torchscout.decision.straggler.localization import Diagnosis, Group, localize
+from torchscout.decision.types import EvidenceRecord, Incident, Manifestation, Scope
 from torchscout.mesh import Mesh, MeshAddress
 
 SURFACES = {"shard": "time/all_gather", "tensor": "time/all_reduce", "replica": "time/reduce_scatter"}

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 import pytest
 import torch
 
-from torchscout.decision.consensus.signature import digest as digest_of_signatures
-from torchscout.decision.consensus.signature import signatures
+from torchscout.c3.signature import digest as digest_of_signatures
+from torchscout.c3.signature import signatures
 from torchscout.replay.recipe import Observation, finish_signatures
 
 

@@ -24,8 +24,8 @@ from torchscout.cli.doctor.facts import (
     mesh_of,
 )
 from torchscout.cli.doctor.probes import not_repeating
-from torchscout.decision.records.record import EvidenceRecord, Manifestation
 from torchscout.decision.records.recorder import JsonlRecorder
+from torchscout.decision.types import EvidenceRecord, Manifestation
 
 GIB = 1 << 30
 HERE = Installed({"Python": "3.11.7", "torch": "2.13.0", "pyzmq": "27.0"}, curve=True)

@@ -7,8 +7,8 @@ import signal
 import pytest
 
 from tests.support.incidents import incident_from
-from torchscout.decision.consensus.rules import exact
-from torchscout.decision.records.record import EvidenceRecord, Manifestation, Scope
+from torchscout.decision.consensus import exact
+from torchscout.decision.types import EvidenceRecord, Manifestation, Scope
 from torchscout.faults.ground_truth import GroundTruth
 from torchscout.faults.plan import FaultPlan
 from torchscout.mesh import LayerKind, Mesh

@@ -10,7 +10,7 @@ import pytest
 from tests.support.flight_recorder import Recorders
 from torchscout.decision.hang.flight_recorder import State, read_dump
 from torchscout.decision.hang.flight_recorder_diagnosis import Explanation, explain
-from torchscout.decision.records.record import Scope
+from torchscout.decision.types import Scope
 
 Documents = Mapping[int, Mapping[str, Any]]
 ONE, OTHER = ("1", "one"), ("2", "other")

@@ -32,8 +32,8 @@ def run_cases() -> dict[str, dict[str, list[int]]]:
     """Kernel and torch side by side for every case."""
     import torch
 
-    from torchscout.decision.consensus.fold import fold_with_torch
-    from torchscout.decision.consensus.fold_triton import LAUNCH, FoldKernel, Launch, chunks_of
+    from torchscout.c3.fold import fold_with_torch
+    from torchscout.c3.fold_triton import LAUNCH, FoldKernel, Launch, chunks_of
 
     def both(data: torch.Tensor, launch: Launch, processors: int) -> list[int]:
         result, scratch = torch.full((3,), 5), torch.tensor([5, 0, 0, 5])

@@ -14,7 +14,7 @@ from tests.scenarios.paper import ALL_GATHER, ALL_TO_ALL, BARRIER, Job, one_each
 from tests.scenarios.today import rounds
 from torchscout.decision.hang.diagnosis import diagnose
 from torchscout.decision.progress import Process, RankStatus
-from torchscout.decision.records.record import Incident, Manifestation, from_json
+from torchscout.decision.types import Incident, Manifestation, from_json
 from torchscout.mesh import Mesh
 from torchscout.observer.rounds.diagnosis import conclude
 

@@ -17,9 +17,9 @@ from typer.testing import CliRunner
 
 from tests.unit.test_policy import SDC, decided
 from torchscout.cli.main import app
-from torchscout.decision.records.record import Action, Decision, Failure
 from torchscout.decision.records.recorder import JsonlRecorder
 from torchscout.decision.recovery.restart_plan import RestartPlan
+from torchscout.decision.types import Action, Decision, Failure
 from torchscout.observer.record.directory import RankEntry
 
 ROOT = Path(__file__).parents[2]

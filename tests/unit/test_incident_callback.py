@@ -10,7 +10,7 @@ import pytest
 from tests.support.small_job import until
 from tests.unit.test_record import INCIDENT, NOT_CHECKED, RESOLVED
 from torchscout.decision.records.line_files import line_of
-from torchscout.decision.records.record import EvidenceRecord, Incident, Resolved
+from torchscout.decision.types import EvidenceRecord, Incident, Resolved
 from torchscout.session.incident_callback import IncidentCallback
 
 NAMES_RANK_0 = replace(INCIDENT, ranks=(0,))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torchscout.decision.records.record import (
+from torchscout.decision.types import (
     EvidenceRecord,
     Scope,
 )

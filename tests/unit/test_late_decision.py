@@ -9,9 +9,9 @@ import pytest
 
 from tests.unit.test_policy import SDC, decided, incident
 from torchscout.config import ObserverConfig, RecoveryConfig
-from torchscout.decision.records.record import Action, Failure, Manifestation, Scope
 from torchscout.decision.records.recorder import IncidentLog, record_one
 from torchscout.decision.recovery.restart_plan import RestartPlan
+from torchscout.decision.types import Action, Failure, Manifestation, Scope
 from torchscout.observer.late_decision import LateDecision
 from torchscout.observer.spec import ObserverSpec
 

@@ -15,7 +15,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.support.replay_by_hand import CPU, armed, calling, reason, receiver
-from torchscout.decision.consensus.signature import signature
+from torchscout.c3.signature import signature
 from torchscout.errors import ReplayError
 from torchscout.replay.capture.broadcast import (
     DTensorLayout,

@@ -8,8 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from tests.unit.test_record import INCIDENT, RESOLVED
-from torchscout.decision.records.record import Action, Decision, Failure, Incident, Manifestation, Scope
 from torchscout.decision.records.recorder import IncidentLog, JsonlRecorder, Stamped, read
+from torchscout.decision.types import Action, Decision, Failure, Incident, Manifestation, Scope
 from torchscout.report.reading import read_events
 
 MOST = 20_000

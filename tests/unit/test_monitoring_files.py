@@ -14,8 +14,8 @@ import promql_parser
 import pytest
 import yaml
 
-from torchscout.decision.consensus.rules import Status
-from torchscout.decision.records.record import NOT_CHECKED, Manifestation, Scope
+from torchscout.decision.consensus import Status
+from torchscout.decision.types import NOT_CHECKED, Manifestation, Scope
 from torchscout.metrics.samples import METRICS
 
 FOLDER = Path(__file__).parents[2] / "monitoring"

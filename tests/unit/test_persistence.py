@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from torchscout.config import StragglerConfig
-from torchscout.decision.consensus.rules import statistical
-from torchscout.decision.records.record import EvidenceRecord, Manifestation
+from torchscout.decision.consensus import statistical
 from torchscout.decision.straggler.persistence import Chance, Persistence, Spread
 from torchscout.decision.straggler.ranks import RankStragglers
+from torchscout.decision.types import EvidenceRecord, Manifestation
 from torchscout.mesh import Mesh
 
 SIZES = [8, 64, 128]

@@ -11,8 +11,8 @@ import pytest
 from torchscout import attach
 from torchscout.config import ObserverConfig, ReplayConfig, StragglerConfig
 from torchscout.decision.progress import Phase, Process, RankStatus
-from torchscout.decision.records.record import Incident
 from torchscout.decision.straggler.diagnosis import PhaseDiagnosis, is_known
+from torchscout.decision.types import Incident
 from torchscout.errors import ScoutError
 from torchscout.mesh import Mesh
 from torchscout.observer.process import ObserverProcess

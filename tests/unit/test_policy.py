@@ -11,8 +11,9 @@ from itertools import product
 import pytest
 
 from torchscout.config import RecoveryConfig
-from torchscout.decision.consensus.rules import Status, Verdict
-from torchscout.decision.records.record import (
+from torchscout.decision.consensus import Status, Verdict
+from torchscout.decision.recovery.policy import decide, is_allowed
+from torchscout.decision.types import (
     Action,
     Decision,
     EvidenceRecord,
@@ -20,7 +21,6 @@ from torchscout.decision.records.record import (
     Manifestation,
     Scope,
 )
-from torchscout.decision.recovery.policy import decide, is_allowed
 
 
 def incident(

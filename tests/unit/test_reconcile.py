@@ -20,7 +20,7 @@ from torchscout.checkpoint.trust.gate_state import Checked, Lost, Outcome, Recov
 from torchscout.checkpoint.trust.generation import Generation, TrustLevel
 from torchscout.checkpoint.trust.ledger import newest, reconcile, settled
 from torchscout.checkpoint.trust.selection import SweepResult, confirm, select_checkpoint
-from torchscout.decision.records.record import Failure
+from torchscout.decision.types import Failure
 
 Crashes: TypeAlias = list[list[CheckpointGate | None]]
 

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from torchscout.decision.consensus.rules import Status, Verdict, exact, statistical
+from torchscout.decision.consensus import Status, Verdict, exact, statistical
 from torchscout.decision.records import recorder
-from torchscout.decision.records.record import (
+from torchscout.decision.records.recorder import JsonlRecorder, Problem, Stamped, log_incident
+from torchscout.decision.types import (
     Action,
     Agreement,
     Agreements,
@@ -24,7 +25,6 @@ from torchscout.decision.records.record import (
     Scope,
     from_json,
 )
-from torchscout.decision.records.recorder import JsonlRecorder, Problem, Stamped, log_incident
 
 CONTRACT = {"schema", "kind", "time", "step", "manifestation", "scope", "ranks", "hosts", "surface"}
 CONTRACT |= {"status", "peers", "bitmap", "action", "sentence"}

@@ -8,8 +8,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from torchscout.decision.consensus.rules import exact
-from torchscout.decision.records.record import EvidenceRecord, Manifestation
+from torchscout.decision.consensus import exact
 from torchscout.decision.repeatability import (
     BIAS,
     CHANCE,
@@ -18,6 +17,7 @@ from torchscout.decision.repeatability import (
     Repeated,
     SurfaceHistory,
 )
+from torchscout.decision.types import EvidenceRecord, Manifestation
 
 Round = Sequence[int]
 

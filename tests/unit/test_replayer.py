@@ -11,7 +11,7 @@ import torch
 from tests.support.planned_replay import Act, Planned, Rank, checked, fails, job, named, statuses
 from tests.support.thread_peers import CountedChannel, ThreadPeers, on_threads
 from tests.support.update_job import flip_lowest_bit
-from torchscout.decision.consensus.signature import PendingSignatures
+from torchscout.c3.signature import PendingSignatures
 from torchscout.errors import ChannelError, ReplayError
 from torchscout.replay.recipe import Observation
 from torchscout.replay.recipes.replicated_state import ReplicatedStateRecipe

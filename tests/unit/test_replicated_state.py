@@ -10,7 +10,7 @@ from torch import nn
 
 from tests.support.replay_by_hand import align, differing, observations, prepare
 from tests.support.update_job import flip_lowest_bit, outliers
-from torchscout.decision.consensus.signature import signature
+from torchscout.c3.signature import signature
 from torchscout.decision.ownership import Ownership
 from torchscout.errors import ReplayError
 from torchscout.replay.recipe import Mode, Replay

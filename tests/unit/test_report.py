@@ -14,8 +14,9 @@ from typer.testing import CliRunner
 
 from tests.support.incidents import incident_from
 from torchscout.cli.main import app
-from torchscout.decision.consensus.rules import exact, statistical
-from torchscout.decision.records.record import (
+from torchscout.decision.consensus import exact, statistical
+from torchscout.decision.records.recorder import JsonlRecorder
+from torchscout.decision.types import (
     Action,
     Agreement,
     Agreements,
@@ -27,7 +28,6 @@ from torchscout.decision.records.record import (
     Started,
     Trust,
 )
-from torchscout.decision.records.recorder import JsonlRecorder
 from torchscout.observer.record.directory import End, RankEntry
 from torchscout.report.document import document_of
 from torchscout.report.evidence import stacks_of, waits_of

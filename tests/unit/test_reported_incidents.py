@@ -11,9 +11,9 @@ from dataclasses import replace
 import pytest
 
 from tests.support.incidents import incident_from
-from torchscout.decision.consensus.rules import exact
+from torchscout.decision.consensus import exact
 from torchscout.decision.progress import Process, RankStatus
-from torchscout.decision.records.record import EvidenceRecord, Incident, Manifestation, Resolved
+from torchscout.decision.types import EvidenceRecord, Incident, Manifestation, Resolved
 from torchscout.observer.rounds.rank_report import RankReport
 from torchscout.observer.rounds.reported_incidents import Finding, ReportedIncidents
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.unit.test_policy import HANG, SDC, decided
-from torchscout.decision.records.record import Action, Failure
 from torchscout.decision.recovery.restart_plan import RestartPlan
+from torchscout.decision.types import Action, Failure
 from torchscout.errors import RestartPlanError
 
 PLAN = RestartPlan.first().after(decided(HANG)).after(decided(SDC))

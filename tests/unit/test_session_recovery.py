@@ -12,10 +12,10 @@ from tests.support.small_job import until
 from tests.unit.test_policy import HANG, SDC, decided
 from torchscout.communicators import Job
 from torchscout.config import RecoveryConfig
-from torchscout.decision.records.record import Action, Failure, Incident, from_json
 from torchscout.decision.records.recorder import IncidentLog
 from torchscout.decision.recovery import command as decision_command
 from torchscout.decision.recovery.restart_plan import RestartPlan
+from torchscout.decision.types import Action, Failure, Incident, from_json
 from torchscout.mesh import Mesh
 from torchscout.observer.record.directory import End, RankEntry, read_end
 from torchscout.session import recovery

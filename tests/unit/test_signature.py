@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from torchscout.decision.consensus.fold import MULTIPLIER, SALT, dense, fold_with_torch
-from torchscout.decision.consensus.signature import (
+from torchscout.c3.fold import MULTIPLIER, SALT, dense, fold_with_torch
+from torchscout.c3.signature import (
     Algorithm,
     PendingSignatures,
     read_signatures,
@@ -324,7 +324,7 @@ def test_host_memory_uses_xxh3_by_default_and_an_unknown_algorithm_is_refused():
 def test_plain_use_imports_neither_triton_nor_dtensor():
     code = """
 import sys, torch
-from torchscout.decision.consensus.signature import signature
+from torchscout.c3.signature import signature
 signature(torch.ones(3)), signature(torch.nn.Parameter(torch.ones(3)), algorithm="fold")
 print([name for name in ("triton", "torch.distributed.tensor") if name in sys.modules])
 """

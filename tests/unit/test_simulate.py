@@ -10,11 +10,11 @@ from typer.testing import CliRunner
 
 from torchscout.cli.main import app
 from torchscout.decision import sdc
-from torchscout.decision.consensus.rules import Status, Verdict
+from torchscout.decision.consensus import Status, Verdict
 from torchscout.decision.progress import Process
-from torchscout.decision.records.record import Action, EvidenceRecord, Incident, Manifestation, Scope
 from torchscout.decision.recovery import policy
 from torchscout.decision.straggler import diagnosis
+from torchscout.decision.types import Action, EvidenceRecord, Incident, Manifestation, Scope
 from torchscout.observer.rounds import diagnosis as round_diagnosis
 from torchscout.observer.rounds import hub
 from torchscout.observer.rounds.post_writer import post_of

@@ -21,8 +21,8 @@ from typer.testing import CliRunner
 
 from tests.unit.test_record import INCIDENT
 from torchscout.cli.main import app
-from torchscout.decision.records.record import Manifestation
 from torchscout.decision.records.recorder import REPLAY_FILE, JsonlRecorder
+from torchscout.decision.types import Manifestation
 from torchscout.observer.record.directory import End, How, RankEntry, read_roster
 from torchscout.session.ending import add_run, mark_recovered
 

@@ -12,10 +12,10 @@ import pytest
 
 from tests.unit.test_record import EVIDENCE
 from torchscout.config import StragglerConfig
-from torchscout.decision.consensus.rules import exact
-from torchscout.decision.records.record import Agreements, EvidenceRecord, Manifestation
+from torchscout.decision.consensus import exact
 from torchscout.decision.records.recorder import JsonlRecorder, Problem, Recordable, Stamped, read
 from torchscout.decision.records.summary import SummaryRecorder
+from torchscout.decision.types import Agreements, EvidenceRecord, Manifestation
 
 CONFIG = StragglerConfig(min_slowdown_ratio=1.1, min_slowdown_ms=1.0)
 RECORDS = Path("records") / "rank-0.jsonl"

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import pytest
 
+from torchscout.c3.tree import Runs
 from torchscout.config import BaselineConfig, StragglerConfig
-from torchscout.decision.consensus.rules import Status
-from torchscout.decision.consensus.tree import Runs
+from torchscout.decision.consensus import Status
 from torchscout.decision.straggler.diagnosis import Stragglers
 from torchscout.decision.straggler.measured import Lap, Measured, Table, axis_of, encode, tables
 from torchscout.decision.straggler.timings import Timings

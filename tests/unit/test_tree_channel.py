@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import pytest
 
 from tests.support.thread_peers import on_threads, tree_of_threads
-from torchscout.decision.consensus import tree
-from torchscout.decision.consensus.tree import FAN_OUT, Runs, TreeChannel, groups_of, height_of
+from torchscout.c3 import tree
+from torchscout.c3.tree import FAN_OUT, Runs, TreeChannel, groups_of, height_of
 from torchscout.errors import ChannelError
 
 

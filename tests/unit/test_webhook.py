@@ -14,7 +14,7 @@ import pytest
 from tests.support.http_server import Received, http_server
 from tests.support.small_job import until
 from tests.unit.test_record import INCIDENT
-from torchscout.decision.records.record import Incident
+from torchscout.decision.types import Incident
 from torchscout.notify import Webhook, message_of
 
 SECRET = "/services/T000/B000/xyz-secret"

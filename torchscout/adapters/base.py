@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torchscout.adapters.structure import Part, Structure, surface_of
 from torchscout.config import Parallelism
 from torchscout.decision.progress import Phase
-from torchscout.decision.records.record import Surface
+from torchscout.decision.types import Surface
 from torchscout.mesh import AXES, LayerKind, Mesh
 from torchscout.replay.recipes.working_copies import WorkingCopies
 from torchscout.replay.sharded_parameters import ParameterGatherers

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from torchscout.adapters.base import Adapter
-from torchscout.decision.consensus.signature import signature
+from torchscout.c3.signature import signature
 from torchscout.mesh import LayerKind, Mesh
 from torchscout.replay.sharded_parameters import gathered
 

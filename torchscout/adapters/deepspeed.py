@@ -39,7 +39,7 @@ from torchscout.adapters.structure import (
 from torchscout.adapters.versions import Uses, require
 from torchscout.config import Parallelism
 from torchscout.decision.progress import Phase
-from torchscout.decision.records.record import Surface
+from torchscout.decision.types import Surface
 from torchscout.mesh import AXES, LayerKind, Mesh
 from torchscout.replay.capture.context import register_tracker
 from torchscout.replay.recipes.working_copies import WorkingCopies

@@ -17,7 +17,7 @@ from torchscout.adapters.modules import wrapped
 from torchscout.adapters.structure import Part, Structure, experts_of, layers_of, structure_of, surface_of
 from torchscout.config import Parallelism
 from torchscout.decision.progress import Phase
-from torchscout.decision.records.record import Surface
+from torchscout.decision.types import Surface
 from torchscout.mesh import LayerKind, Mesh
 from torchscout.replay.recipes.working_copies import WorkingCopies
 from torchscout.replay.sharded_parameters import ParameterGatherers, gatherers_of

@@ -15,7 +15,7 @@ from torchscout.adapters.modules import stages_of
 from torchscout.adapters.structure import Part, Structure, without_experts
 from torchscout.config import ReplayConfig
 from torchscout.decision.ownership import Ownership
-from torchscout.decision.records.record import Surface
+from torchscout.decision.types import Surface
 from torchscout.experts.coverage import Rows
 from torchscout.mesh import Axis, LayerKind, Mesh
 from torchscout.replay.capture.context import disturbed_by_cudnn

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 from fnmatch import fnmatchcase
 
-from torchscout.decision.records.record import Incident
+from torchscout.decision.types import Incident
 from torchscout.faults.fault import Fault
 from torchscout.faults.ground_truth import GroundTruth
 from torchscout.utils.text import listed, named

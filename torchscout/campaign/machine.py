@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from torchscout.campaign.cells.cell import LAYOUTS, Cell, Hardware, Processes
-from torchscout.decision.records.record import Manifestation
+from torchscout.decision.types import Manifestation
 from torchscout.faults.effects import DeviceSpin, Sleep
 from torchscout.faults.fault import SiteKind
 from torchscout.faults.ground_truth import GroundTruth

@@ -13,8 +13,8 @@ from typing import Any
 
 from torchscout.campaign.cells.cell import LAYOUTS, Cell, Hardware, Row
 from torchscout.campaign.grading import Flaw, Grade, grade
-from torchscout.decision.records.record import Incident
 from torchscout.decision.records.recorder import Stamped
+from torchscout.decision.types import Incident
 from torchscout.faults.injector import Firing
 
 __all__ = ["Found", "Result", "Store", "as_report", "graded", "interval", "percentile", "summarized"]

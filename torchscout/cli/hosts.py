@@ -9,9 +9,9 @@ from typing import Annotated, Any
 import typer
 
 from torchscout.cli.console import AsJson, Output, print_report, refusing, write_file
-from torchscout.decision.records.record import Action
 from torchscout.decision.records.recorder import IncidentLog
 from torchscout.decision.recovery.restart_plan import RestartPlan
+from torchscout.decision.types import Action
 from torchscout.errors import RestartPlanError
 from torchscout.observer.record.directory import read_roster
 from torchscout.utils.identity import is_host_name

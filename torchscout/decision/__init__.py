@@ -1,5 +1,5 @@
 """Compares evidence and interprets the outcome (paper, section 5).
 
-Everything is pure except ``channel`` and ``recorder``. Only ``channel``, ``signature`` and the folds import
-torch.
+Plain data in, verdicts out: nothing here imports torch. Only ``records`` and ``recovery.restart_plan`` use
+files.
 """

@@ -19,8 +19,8 @@ from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torchscout.decision.consensus import rules as consensus
-from torchscout.decision.records.record import Surface
+from torchscout.decision import consensus
+from torchscout.decision.types import Surface
 
 __all__ = ["BY_DESIGN", "Ownership", "by_design"]
 

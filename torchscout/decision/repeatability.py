@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from fnmatch import fnmatchcase
 
-from torchscout.decision.consensus.rules import Status, Verdict, exact, known
-from torchscout.decision.records.record import EvidenceRecord, Surface
+from torchscout.decision.consensus import Status, Verdict, exact, known
+from torchscout.decision.types import EvidenceRecord, Surface
 from torchscout.utils.text import named
 
 __all__ = [

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Collection, Hashable, Sequence
 
-from torchscout.decision.records.record import (
+from torchscout.decision.repeatability import Repeatability, Repeated
+from torchscout.decision.types import (
     Action,
     EvidenceRecord,
     Incident,
@@ -17,7 +18,6 @@ from torchscout.decision.records.record import (
     Scope,
     surfaces_in_words,
 )
-from torchscout.decision.repeatability import Repeatability, Repeated
 from torchscout.mesh import Mesh
 from torchscout.utils.text import named, sentences
 

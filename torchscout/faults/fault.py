@@ -11,7 +11,7 @@ from enum import Enum
 
 import xxhash
 
-from torchscout.decision.records.record import Manifestation, Scope, Surface
+from torchscout.decision.types import Manifestation, Scope, Surface
 from torchscout.faults.effects import CallEffect, ProcessEffect, TensorEffect
 from torchscout.mesh import LayerKind
 

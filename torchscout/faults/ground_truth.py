@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from itertools import pairwise
 
-from torchscout.decision.records.record import Incident, Manifestation, Scope, Surface
 from torchscout.decision.straggler.groups import scope_of
 from torchscout.decision.straggler.localization import Group, localize, undecided
+from torchscout.decision.types import Incident, Manifestation, Scope, Surface
 from torchscout.faults.effects import CallEffect, Signal, Skip, StayInside, Swap
 from torchscout.faults.fault import BACKWARD, Fault, FaultSite, Shown, SiteKind
 from torchscout.mesh import AXES, Axis, LayerKind, Mesh, PeerGroup

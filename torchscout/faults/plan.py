@@ -23,7 +23,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from torchscout.collectives.call import POINT_TO_POINT, operators
-from torchscout.decision.records.record import Manifestation, Scope
+from torchscout.decision.types import Manifestation, Scope
 from torchscout.faults.effects import (
     CallEffect,
     Change,

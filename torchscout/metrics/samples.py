@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-from torchscout.decision.consensus.rules import Status
-from torchscout.decision.records.record import NOT_CHECKED, Manifestation, Scope
+from torchscout.decision.consensus import Status
+from torchscout.decision.types import NOT_CHECKED, Manifestation, Scope
 
 __all__ = ["METRICS", "Metric", "Sample", "samples"]
 

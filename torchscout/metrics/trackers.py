@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any, Protocol
 
-from torchscout.decision.records.record import Incident, Recordable
+from torchscout.decision.types import Incident, Recordable
 
 __all__ = ["TensorBoardRecorder", "WandbRecorder"]
 

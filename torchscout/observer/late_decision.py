@@ -13,15 +13,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torchscout.decision.records.record import Decision, Incident, Manifestation
 from torchscout.decision.records.recorder import IncidentLog, record_one
 from torchscout.decision.recovery.command import start_command
 from torchscout.decision.recovery.policy import decide, is_allowed
 from torchscout.decision.recovery.restart_plan import RestartPlan, is_same, is_stopped, write_plans
+from torchscout.decision.types import Decision, Incident, Manifestation
 from torchscout.errors import RestartPlanError
 
 if TYPE_CHECKING:
-    from torchscout.decision.records.record import Recordable
+    from torchscout.decision.types import Recordable
     from torchscout.observer.spec import ObserverSpec
 
 __all__ = ["LateDecision"]

@@ -28,8 +28,8 @@ from typing import TYPE_CHECKING, Any
 import zmq
 
 from torchscout.decision.records.line_files import line_of
-from torchscout.decision.records.record import EvidenceRecord, Incident, Manifestation, Resolved, from_json
 from torchscout.decision.records.recorder import JsonlRecorder
+from torchscout.decision.types import EvidenceRecord, Incident, Manifestation, Resolved, from_json
 from torchscout.observer.late_decision import LateDecision
 from torchscout.observer.record.directory import End, news_of
 from torchscout.observer.rounds.client import RoundClient
@@ -45,8 +45,8 @@ from torchscout.observer.trainer import Ending, TrainerView
 from torchscout.utils.packed_lists import unpack
 
 if TYPE_CHECKING:
-    from torchscout.decision.records.record import Recordable
     from torchscout.decision.straggler.diagnosis import PhaseDiagnosis
+    from torchscout.decision.types import Recordable
     from torchscout.mesh import Mesh
 
 __all__ = ["ObserverProcess", "main"]

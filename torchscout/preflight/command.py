@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from torchscout.decision.records.record import Manifestation
+from torchscout.decision.types import Manifestation
 from torchscout.errors import ScoutError
 from torchscout.preflight.page import page
 from torchscout.preflight.report import Conclusion, Coverage, Report

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from enum import Enum
 from typing import Any
 
-from torchscout.decision.records.record import Incident, Manifestation, Scope
+from torchscout.decision.types import Incident, Manifestation, Scope
 from torchscout.utils.text import listed, sentences
 
 __all__ = ["SCHEMA", "Conclusion", "Coverage", "Device", "Report", "conclude"]

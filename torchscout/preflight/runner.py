@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from torchscout.attach import enable_resiliency
 from torchscout.config import ObserverConfig, ReplayConfig
-from torchscout.decision.records.record import Incident, Manifestation
+from torchscout.decision.types import Incident, Manifestation
 from torchscout.mesh import Mesh
 from torchscout.preflight.groups import Links
 from torchscout.preflight.report import Coverage, Device, Report, conclude

@@ -6,8 +6,8 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from torchscout.decision.records.record import EvidenceRecord
 from torchscout.decision.repeatability import REFUSED
+from torchscout.decision.types import EvidenceRecord
 from torchscout.replay.guard import Refusal, attempt
 from torchscout.replay.recipe import Peers, Recipe, Replay
 from torchscout.replay.schedule import Due

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 import torch
 
-from torchscout.decision.records.record import EvidenceRecord, Manifestation
+from torchscout.decision.types import EvidenceRecord, Manifestation
 from torchscout.replay.capture.broadcast import local_part
 from torchscout.replay.recipe import Recipe
 from torchscout.replay.recipes.owned_state import OwnedStateRecipe

@@ -14,12 +14,12 @@ from typing import Any, Protocol
 import torch
 import xxhash
 
-from torchscout.decision.consensus.channel import PeerChannel
-from torchscout.decision.consensus.fold import signed
-from torchscout.decision.consensus.signature import PendingSignatures, digest, read_signatures
-from torchscout.decision.records.record import EvidenceRecord, Surface
+from torchscout.c3.channel import PeerChannel
+from torchscout.c3.fold import signed
+from torchscout.c3.signature import PendingSignatures, digest, read_signatures
 from torchscout.decision.sdc import INPUT, STATE
 from torchscout.decision.straggler.measured import Lap, Measured
+from torchscout.decision.types import EvidenceRecord, Surface
 from torchscout.mesh import LayerKind, PeerGroup
 from torchscout.replay.capture.broadcast import Broadcast
 from torchscout.replay.capture.invocation import Invocation

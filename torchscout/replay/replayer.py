@@ -32,7 +32,7 @@ from typing import Any
 
 import torch
 
-from torchscout.decision.consensus.channel import decoded
+from torchscout.c3.channel import decoded
 from torchscout.decision.repeatability import SurfaceHistory, Trial
 from torchscout.decision.straggler.measured import Measured
 from torchscout.mesh import Axis, LayerKind, PeerGroup

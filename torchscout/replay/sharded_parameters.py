@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
-from torchscout.decision.consensus.signature import PendingSignatures
+from torchscout.c3.signature import PendingSignatures
 from torchscout.mesh import Axis, LayerKind, Mesh
 from torchscout.replay import fsdp_state
 from torchscout.replay.guard import announced

@@ -35,7 +35,7 @@ import torch
 
 from torchscout.collectives.call import POINT_TO_POINT, Call
 from torchscout.collectives.interceptor import Pending, listen
-from torchscout.decision.records.record import Surface
+from torchscout.decision.types import Surface
 from torchscout.replay.recipe import Observation
 from torchscout.utils._torch import cuda_sleep
 from torchscout.utils.procfs import core_wait_seconds

@@ -11,15 +11,15 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, cast
 
-from torchscout.decision.consensus import c3
-from torchscout.decision.consensus import rules as consensus
-from torchscout.decision.consensus.channel import PeerChannel
-from torchscout.decision.consensus.signature import digest
+from torchscout.c3 import compare as c3
+from torchscout.c3.channel import PeerChannel
+from torchscout.c3.signature import digest
+from torchscout.decision import consensus
 from torchscout.decision.ownership import BY_DESIGN, by_design
-from torchscout.decision.records.record import EvidenceRecord, Manifestation, Scope, Surface
 from torchscout.decision.repeatability import NONDETERMINISTIC, Repeated
 from torchscout.decision.sdc import FAILED
 from torchscout.decision.straggler.measured import Measured
+from torchscout.decision.types import EvidenceRecord, Manifestation, Scope, Surface
 from torchscout.replay.recipe import ABSENT, POISON, UNREPEATABLE, Comparison, Observation, Replay
 from torchscout.utils.text import named
 

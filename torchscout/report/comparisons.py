@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from torchscout.decision.records.record import Agreements, EvidenceRecord, Manifestation
+from torchscout.decision.types import Agreements, EvidenceRecord, Manifestation
 
 __all__ = ["Compared", "Comparisons", "NotChecked", "Round", "Series", "Target"]
 

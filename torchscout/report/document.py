@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
-from torchscout.decision.records.record import Action, Decision, Incident, Manifestation
+from torchscout.decision.types import Action, Decision, Incident, Manifestation
 from torchscout.mesh import AXES
 from torchscout.report.comparisons import Compared, Comparisons, Round, Target
 from torchscout.report.evidence import (

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from torchscout.config import KAPPA
-from torchscout.decision.consensus.rules import robust_scale
-from torchscout.decision.records.record import EvidenceRecord, Incident, Manifestation
+from torchscout.decision.consensus import robust_scale
+from torchscout.decision.types import EvidenceRecord, Incident, Manifestation
 from torchscout.report.comparisons import Round, Series
 from torchscout.utils.text import spans
 

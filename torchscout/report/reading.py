@@ -8,15 +8,6 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from torchscout.decision.records.record import (
-    Agreements,
-    Decision,
-    EvidenceRecord,
-    Incident,
-    Resolved,
-    Started,
-    Trust,
-)
 from torchscout.decision.records.recorder import (
     HISTORY_FILE,
     INCIDENTS_FILE,
@@ -25,6 +16,15 @@ from torchscout.decision.records.recorder import (
     Problem,
     Stamped,
     read,
+)
+from torchscout.decision.types import (
+    Agreements,
+    Decision,
+    EvidenceRecord,
+    Incident,
+    Resolved,
+    Started,
+    Trust,
 )
 from torchscout.observer.record.directory import End, RankEntry, read_ends, read_roster_entries
 from torchscout.report.comparisons import Comparisons

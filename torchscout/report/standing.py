@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from torchscout.decision.progress import Process, Progress
-from torchscout.decision.records.record import Incident, Manifestation, Resolved
 from torchscout.decision.records.recorder import REPLAY_FILE, IncidentLog
+from torchscout.decision.types import Incident, Manifestation, Resolved
 from torchscout.errors import TornRecordError
 from torchscout.observer.record.directory import End, RankEntry, read_ends, read_roster
 from torchscout.observer.record.reader import ProgressReader

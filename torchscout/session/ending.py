@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from torchscout.decision.records.record import Incident, Manifestation, Resolved
 from torchscout.decision.records.recorder import IncidentLog, JsonlRecorder
+from torchscout.decision.types import Incident, Manifestation, Resolved
 from torchscout.observer.record.directory import How
 from torchscout.utils.private_files import open_file
 from torchscout.utils.text import listed

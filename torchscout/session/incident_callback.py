@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from torchscout.decision.records.record import EvidenceRecord, Incident, Resolved
 from torchscout.decision.records.recorder import Follower, log_incident
+from torchscout.decision.types import EvidenceRecord, Incident, Resolved
 from torchscout.log import log
 
 __all__ = ["IncidentCallback"]

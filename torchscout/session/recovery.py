@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING
 
 from torchscout.communicators import Communicators, Job
 from torchscout.config import RecoveryConfig
-from torchscout.decision.records.record import Action, Decision, Incident
 from torchscout.decision.records.recorder import record_one
 from torchscout.decision.recovery.command import start_command
 from torchscout.decision.recovery.policy import decide, is_allowed
 from torchscout.decision.recovery.restart_plan import FOLDER_VARIABLE, RestartPlan, write_plans
+from torchscout.decision.types import Action, Decision, Incident
 from torchscout.errors import RestartPlanError, ScoutError
 from torchscout.log import log
 from torchscout.observer.record.directory import End, RankEntry

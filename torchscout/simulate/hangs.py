@@ -9,7 +9,7 @@ import numpy as np
 
 from torchscout.decision.hang.table import Ints
 from torchscout.decision.progress import Process
-from torchscout.decision.records.record import Incident
+from torchscout.decision.types import Incident
 from torchscout.observer.rounds.diagnosis import conclude
 from torchscout.observer.rounds.hub import Round
 from torchscout.observer.rounds.post import Post

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from torchscout.decision.consensus import c3
-from torchscout.decision.consensus.rules import Verdict
-from torchscout.decision.records.record import EvidenceRecord, Incident, Manifestation, Surface
+from torchscout.c3 import compare as c3
+from torchscout.decision.consensus import Verdict
 from torchscout.decision.repeatability import Repeated, SurfaceHistory
 from torchscout.decision.sdc import STATE, SdcDiagnosis
+from torchscout.decision.types import EvidenceRecord, Incident, Manifestation, Surface
 from torchscout.mesh import PeerGroup
 from torchscout.simulate.job import Job
 from torchscout.simulate.scoring import Truth

@@ -15,8 +15,8 @@ import numpy as np
 
 from torchscout.campaign.results import interval
 from torchscout.config import RecoveryConfig
-from torchscout.decision.records.record import Action, Incident
 from torchscout.decision.recovery.policy import decide
+from torchscout.decision.types import Action, Incident
 from torchscout.simulate import hangs, numbers, slowness
 from torchscout.simulate.job import Job
 from torchscout.simulate.layouts import Layout

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from torchscout.decision.records.record import Incident, Scope
+from torchscout.decision.types import Incident, Scope
 
 __all__ = ["Outcome", "Score", "Truth", "score"]
 

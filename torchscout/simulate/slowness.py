@@ -12,10 +12,10 @@ import numpy.typing as npt
 
 from torchscout.config import BaselineConfig, StragglerConfig
 from torchscout.decision.hang.table import NOTHING
-from torchscout.decision.records.record import Incident, Surface
 from torchscout.decision.straggler.diagnosis import Stragglers
 from torchscout.decision.straggler.measured import Table, TimedLap, TimedWork, axis_of
 from torchscout.decision.straggler.timings import Timings
+from torchscout.decision.types import Incident, Surface
 from torchscout.simulate.job import Job
 from torchscout.simulate.scoring import Truth
 

@@ -30,7 +30,7 @@ from torchscout.adapters.pytorch import PyTorchAdapter
 from torchscout.adapters.recipe_builder import recipes_for
 from torchscout.attach import enable_resiliency
 from torchscout.config import ReplayConfig
-from torchscout.decision.records.record import Manifestation
+from torchscout.decision.types import Manifestation
 from torchscout.faults.injector import Injector
 from torchscout.faults.plan import FaultPlan
 from torchscout.mesh import Mesh

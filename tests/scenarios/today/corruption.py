@@ -12,7 +12,7 @@ import torch
 from tests.scenarios.rows import Finding
 from tests.scenarios.today.thread_ranks import UNTIMED, Links, Rank, on_every_rank
 from torchscout.config import ReplayConfig
-from torchscout.decision.records.record import Action, Incident
+from torchscout.decision.types import Action, Incident
 from torchscout.mesh import Mesh
 from torchscout.replay.recipe import ABSENT, Comparison, Mode, Observation, Recipe, Replay, SavedInput
 from torchscout.replay.recipes.replicated_state import ReplicatedStateRecipe

@@ -33,7 +33,7 @@ from tests.support.replayed_job import Net, flip_in_memory, loss_of
 from tests.support.small_job import until
 from torchscout.attach import enable_resiliency
 from torchscout.config import ObserverConfig, ReplayConfig
-from torchscout.decision.records.record import Action, Incident
+from torchscout.decision.types import Action, Incident
 from torchscout.faults.injector import Injector
 from torchscout.faults.plan import FaultPlan
 from torchscout.notify import Webhook

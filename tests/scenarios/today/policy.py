@@ -25,14 +25,14 @@ from torchscout.checkpoint.trust.gate_state import Checked, Outcome, Sealed, Wri
 from torchscout.checkpoint.trust.selection import select_checkpoint
 from torchscout.communicators import Job
 from torchscout.config import StragglerConfig
-from torchscout.decision.consensus.rules import Status, Verdict, exact, statistical
+from torchscout.decision.consensus import Status, Verdict, exact, statistical
 from torchscout.decision.progress import CommGroup, IssuedOp, Phase, Process, Progress, RankStatus
-from torchscout.decision.records.record import Action, EvidenceRecord, Incident, Manifestation, Scope
 from torchscout.decision.records.recorder import IncidentLog
 from torchscout.decision.recovery.restart_plan import RestartPlan
 from torchscout.decision.sdc import SdcDiagnosis
 from torchscout.decision.straggler.diagnosis import PhaseDiagnosis
 from torchscout.decision.straggler.ranks import RankStragglers
+from torchscout.decision.types import Action, EvidenceRecord, Incident, Manifestation, Scope
 from torchscout.mesh import Mesh
 from torchscout.observer.late_decision import LateDecision
 from torchscout.observer.rounds.diagnosis import conclude

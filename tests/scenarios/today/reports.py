@@ -27,8 +27,11 @@ from tests.scenarios.today import policy
 from tests.support.preflight_jobs import TINY
 from torchscout.cli.main import app
 from torchscout.config import StragglerConfig
-from torchscout.decision.consensus.rules import exact, statistical
-from torchscout.decision.records.record import (
+from torchscout.decision.consensus import exact, statistical
+from torchscout.decision.records.recorder import JsonlRecorder, record_one
+from torchscout.decision.records.summary import SummaryRecorder
+from torchscout.decision.recovery.restart_plan import RestartPlan
+from torchscout.decision.types import (
     Action,
     EvidenceRecord,
     Incident,
@@ -36,9 +39,6 @@ from torchscout.decision.records.record import (
     Resolved,
     Scope,
 )
-from torchscout.decision.records.recorder import JsonlRecorder, record_one
-from torchscout.decision.records.summary import SummaryRecorder
-from torchscout.decision.recovery.restart_plan import RestartPlan
 from torchscout.observer.record.directory import End, RankEntry
 from torchscout.preflight.runner import Preflight
 from torchscout.preflight.workload import Workload

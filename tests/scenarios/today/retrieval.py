@@ -54,7 +54,7 @@ from torchscout.checkpoint.trust.generation import Generation, TrustLevel
 from torchscout.checkpoint.trust.ledger_tiers import LedgerKeeper, LedgerTiers
 from torchscout.checkpoint.trust.selection import SweepResult
 from torchscout.config import CheckpointConfig, ReplayConfig
-from torchscout.decision.records.record import Failure
+from torchscout.decision.types import Failure
 from torchscout.errors import ChannelError, CheckpointError, UnavailableError
 from torchscout.faults.storage import block_ledger
 from torchscout.session import reconnection

@@ -28,7 +28,7 @@ from torchscout.collectives.call import Group
 from torchscout.collectives.interceptor import Handle, listen
 from torchscout.config import ObserverConfig
 from torchscout.decision.progress import Phase, Process
-from torchscout.decision.records.record import Action, Incident
+from torchscout.decision.types import Action, Incident
 from torchscout.mesh import Mesh
 from torchscout.observer import stacks
 from torchscout.observer import trainer as trainer_module

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING
 from tests.scenarios.rows import Finding
 from tests.support.ranks import run_ranks
 from tests.support.replayed_job import checked_training
+from torchscout.c3.tree import Runs
 from torchscout.config import BaselineConfig, ObserverConfig, StragglerConfig
-from torchscout.decision.consensus.tree import Runs
 from torchscout.decision.progress import Phase, Process, RankStatus
-from torchscout.decision.records.record import Action, Incident, Manifestation
 from torchscout.decision.straggler.diagnosis import PhaseDiagnosis, Stragglers
 from torchscout.decision.straggler.measured import Lap, Measured, Table, encode, tables
 from torchscout.decision.straggler.timings import Timings
+from torchscout.decision.types import Action, Incident, Manifestation
 from torchscout.faults.plan import FaultPlan
 from torchscout.mesh import Mesh, MeshAddress
 from torchscout.observer.rounds.diagnosis import compare_phases

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from tests.support.thread_peers import ThreadPeers, on_threads
+from torchscout.c3.channel import PeerChannel, ThreadChannel
 from torchscout.config import BaselineConfig, ReplayConfig, StragglerConfig
-from torchscout.decision.consensus.channel import PeerChannel, ThreadChannel
-from torchscout.decision.records.record import Incident, Manifestation, Recordable
+from torchscout.decision.types import Incident, Manifestation, Recordable
 from torchscout.mesh import Axis, Mesh, PeerGroup
 from torchscout.replay.recipe import Recipe
 from torchscout.session.boundary import Boundary

@@ -14,7 +14,7 @@ from megatron.core.distributed import FullyShardedDataParallel
 
 from torchscout.adapters.modules import without_hooks
 from torchscout.adapters.versions import TESTED, missing
-from torchscout.decision.records.record import Surface
+from torchscout.decision.types import Surface
 from torchscout.utils.text import listed
 
 __all__ = ["Gatherer", "copies_of", "obstacle_of", "room_for", "scatter", "show_shards"]

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 
-from torchscout.decision.records.record import Surface
+from torchscout.decision.types import Surface
 
 __all__ = ["LATE", "gathered_among", "gathers_late", "own_parts", "ungathered"]
 

@@ -28,8 +28,8 @@ from torchscout.campaign.cells.warm import WARMUP, Slot, WarmRankResult, run_war
 from torchscout.campaign.results import Result
 from torchscout.config import StragglerConfig
 from torchscout.decision.progress import RankStatus
-from torchscout.decision.records.record import EvidenceRecord, Incident
 from torchscout.decision.records.recorder import Follower, IncidentLog
+from torchscout.decision.types import EvidenceRecord, Incident
 from torchscout.errors import TornRecordError
 from torchscout.observer.record.directory import read_roster
 from torchscout.observer.record.reader import ProgressReader

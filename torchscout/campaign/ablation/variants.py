@@ -14,12 +14,12 @@ from torchscout.campaign.cells.paper_cells import FAULTY, SLOW, hang_cells, nume
 from torchscout.campaign.results import Result, interval
 from torchscout.campaign.tables import printed
 from torchscout.config import StragglerConfig
-from torchscout.decision.consensus.rules import exact, statistical
+from torchscout.decision.consensus import exact, statistical
 from torchscout.decision.progress import RankStatus
-from torchscout.decision.records.record import EvidenceRecord, Incident, Manifestation
 from torchscout.decision.records.recorder import Stamped
 from torchscout.decision.straggler.persistence import Times
 from torchscout.decision.straggler.ranks import COMPUTATION, RankStragglers
+from torchscout.decision.types import EvidenceRecord, Incident, Manifestation
 from torchscout.faults.ground_truth import GroundTruth
 from torchscout.faults.plan import FaultPlan
 from torchscout.mesh import Mesh

@@ -20,8 +20,8 @@ from torchscout.campaign.cells.training import device_of, replay_on, retried, si
 from torchscout.campaign.grading import Flaw, Grade, unfired
 from torchscout.campaign.results import Result, graded
 from torchscout.config import ReplayConfig, StragglerConfig
-from torchscout.decision.records.record import Incident
 from torchscout.decision.records.recorder import IncidentLog
+from torchscout.decision.types import Incident
 from torchscout.experts.kernel import expert_layer as counted
 from torchscout.experts.kernel.triton_kernel import INTERPRETED
 from torchscout.faults.effects import PerturbKernel

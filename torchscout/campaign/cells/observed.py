@@ -25,8 +25,8 @@ from torchscout.campaign.cells.training import retried, silence_log, training_of
 from torchscout.campaign.grading import unfired
 from torchscout.campaign.results import Result, graded
 from torchscout.config import ObserverConfig
-from torchscout.decision.records.record import Incident
 from torchscout.decision.records.recorder import IncidentLog, Stamped
+from torchscout.decision.types import Incident
 from torchscout.faults.effects import CallEffect, Freeze, Sleep
 from torchscout.faults.injector import Firing, Injector
 from torchscout.faults.plan import FaultPlan

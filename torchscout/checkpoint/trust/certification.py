@@ -20,9 +20,9 @@ from torchscout.checkpoint.trust.gate_state import (
     WriteFailed,
     Written,
 )
-from torchscout.decision.records.record import EvidenceRecord, Incident, Manifestation
 from torchscout.decision.repeatability import REFUSED, UNDECIDED, unmet
 from torchscout.decision.sdc import FAILED
+from torchscout.decision.types import EvidenceRecord, Incident, Manifestation
 from torchscout.errors import CheckpointError
 
 __all__ = ["SEVERITY", "CheckVote", "events_of", "outcome_of"]

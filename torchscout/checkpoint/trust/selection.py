@@ -10,7 +10,7 @@ from enum import Enum
 
 from torchscout.checkpoint.trust.gate import CheckpointGate
 from torchscout.checkpoint.trust.generation import Generation, TrustLevel
-from torchscout.decision.records.record import Failure
+from torchscout.decision.types import Failure
 
 __all__ = ["Selection", "SweepResult", "confirm", "select_checkpoint"]
 

@@ -41,7 +41,7 @@ from torchscout.cli.checkpoint.verification import (
 )
 from torchscout.cli.console import AsJson, Output, exiting, print_report, taking
 from torchscout.config import JOB_NAME
-from torchscout.decision.records.record import Failure
+from torchscout.decision.types import Failure
 from torchscout.errors import CheckpointError
 from torchscout.utils.tables import stacked, table
 from torchscout.utils.text import counted, size_in_words

@@ -24,8 +24,8 @@ from torchscout.campaign.grading import Grade, grade
 from torchscout.checkpoint.trust.selection import SweepResult
 from torchscout.cli.demo.job import PROGRESS, Ended, fired, has_fired, launch, train_alone
 from torchscout.cli.demo.scenario import Kind, Scenario
-from torchscout.decision.records.record import Decision, Failure, Incident
 from torchscout.decision.records.recorder import IncidentLog
+from torchscout.decision.types import Decision, Failure, Incident
 from torchscout.faults.plan import FaultPlan
 from torchscout.testing.local_ranks import run_ranks, start_process
 from torchscout.utils.text import wrapped

@@ -21,9 +21,9 @@ from typing import Any
 from torchscout.adapters.versions import TESTED
 from torchscout.checkpoint.storage import lock
 from torchscout.cli.doctor.facts import Clock, Folder, Installed, Limits, Stacks, TorchFacts
-from torchscout.decision.records.record import EvidenceRecord
 from torchscout.decision.records.recorder import Stamped, read
 from torchscout.decision.repeatability import NONDETERMINISTIC
+from torchscout.decision.types import EvidenceRecord
 from torchscout.errors import CheckpointError
 from torchscout.observer import stacks
 from torchscout.utils.private_files import is_private
@@ -192,7 +192,7 @@ print(json.dumps({
 """
 _FUSED = """
 import json, torch
-from torchscout.decision.consensus.signature import signature
+from torchscout.c3.signature import signature
 tensor = torch.arange(1 << 16, dtype=torch.float32)
 print(json.dumps(signature(tensor.cuda()) == signature(tensor, algorithm="fold")))
 """

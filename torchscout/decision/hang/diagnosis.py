@@ -17,14 +17,14 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
-from torchscout.decision.consensus.rules import exact
+from torchscout.decision.consensus import exact
 from torchscout.decision.hang import explanation
 from torchscout.decision.hang.divergence import Divergence, culprits, divergences
 from torchscout.decision.hang.evidence import HangEvidence
 from torchscout.decision.hang.table import NOTHING, Bools
 from torchscout.decision.hang.wait_graph import WaitGraph
 from torchscout.decision.progress import CommGroup, IssuedOp, Process, RankStatus
-from torchscout.decision.records.record import Action, EvidenceRecord, Incident, Manifestation, Scope
+from torchscout.decision.types import Action, EvidenceRecord, Incident, Manifestation, Scope
 from torchscout.mesh import Mesh
 from torchscout.utils.text import named, sentences
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from torchscout.decision.consensus.rules import Status, Verdict, exact
+from torchscout.decision.consensus import Status, Verdict, exact
 from torchscout.decision.hang.evidence import HangEvidence
 from torchscout.decision.hang.table import NOTHING, Bools, Hashes, Ints, Rows
 from torchscout.decision.progress import CommGroup

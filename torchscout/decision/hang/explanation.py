@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from torchscout.decision.consensus.rules import Status, Verdict, exact
+from torchscout.decision.consensus import Status, Verdict, exact
 from torchscout.decision.hang.divergence import Divergence
 from torchscout.decision.hang.evidence import HangEvidence
 from torchscout.decision.hang.table import NOTHING, Bools, Ints
 from torchscout.decision.progress import IssuedOp, Phase, Process
-from torchscout.decision.records.record import EvidenceRecord, Manifestation, Surface
+from torchscout.decision.types import EvidenceRecord, Manifestation, Surface
 from torchscout.mesh import Mesh
 from torchscout.utils.text import listed, named, sentences
 

@@ -15,7 +15,7 @@ from torchscout.decision.hang.diagnosis import diagnose
 from torchscout.decision.hang.flight_recorder import Dump, State
 from torchscout.decision.hang.flight_recorder_lines import Operation, Recording, recording
 from torchscout.decision.progress import IssuedOp, Phase, Process, Progress, RankStatus
-from torchscout.decision.records.record import Incident, Scope
+from torchscout.decision.types import Incident, Scope
 from torchscout.mesh import Mesh
 from torchscout.utils.text import named, sentences
 

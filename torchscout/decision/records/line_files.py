@@ -18,7 +18,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from torchscout.decision.records.record import SCHEMA, LeftOut, Recordable
+from torchscout.decision.types import SCHEMA, LeftOut, Recordable
 from torchscout.utils.private_files import make_folders, open_file
 
 __all__ = ["MOST_BYTES", "LineFile", "line_of", "opened_files"]

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
 from torchscout.decision.records.line_files import MOST_BYTES, LineFile, line_of, opened_files
-from torchscout.decision.records.record import (
+from torchscout.decision.types import (
     SCHEMA,
     Agreements,
     Decision,

@@ -8,7 +8,9 @@ from contextlib import ExitStack
 from dataclasses import replace
 
 from torchscout.config import StragglerConfig
-from torchscout.decision.records.record import (
+from torchscout.decision.records.recorder import Recorder
+from torchscout.decision.straggler.persistence import Times
+from torchscout.decision.types import (
     Agreement,
     Agreements,
     EvidenceRecord,
@@ -16,8 +18,6 @@ from torchscout.decision.records.record import (
     Recordable,
     Surface,
 )
-from torchscout.decision.records.recorder import Recorder
-from torchscout.decision.straggler.persistence import Times
 
 __all__ = ["SummaryRecorder", "has_finding"]
 

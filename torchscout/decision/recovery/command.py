@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from torchscout.decision.records.record import Decision
+from torchscout.decision.types import Decision
 from torchscout.log import PREFIX, log
 from torchscout.utils import child_process
 

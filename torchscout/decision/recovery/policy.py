@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from torchscout.decision.consensus.rules import Status
+from torchscout.decision.consensus import Status
 from torchscout.decision.progress import Phase
-from torchscout.decision.records.record import Action, Decision, Failure, Incident, Manifestation, Scope
+from torchscout.decision.types import Action, Decision, Failure, Incident, Manifestation, Scope
 from torchscout.utils.text import listed, named
 
 if TYPE_CHECKING:

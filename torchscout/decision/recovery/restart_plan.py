@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from torchscout.decision.records.record import Action, Decision, Failure, from_json
+from torchscout.decision.types import Action, Decision, Failure, from_json
 from torchscout.errors import RestartPlanError
 from torchscout.utils.identity import is_host_name
 from torchscout.utils.private_files import make_folders, open_private, replace_text

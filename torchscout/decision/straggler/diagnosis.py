@@ -19,13 +19,13 @@ from dataclasses import dataclass
 from functools import partial
 
 from torchscout.config import BaselineConfig, StragglerConfig
-from torchscout.decision.consensus.rules import Status, robust_scale, statistical
+from torchscout.decision.consensus import Status, robust_scale, statistical
 from torchscout.decision.progress import Phase
-from torchscout.decision.records.record import Action, EvidenceRecord, Incident, Manifestation, Scope
 from torchscout.decision.straggler.groups import GroupDiagnosis
 from torchscout.decision.straggler.persistence import Chance, Persistence, SlowRun, Times
 from torchscout.decision.straggler.ranks import RankStragglers, slow_rank
 from torchscout.decision.straggler.timings import Timings
+from torchscout.decision.types import Action, EvidenceRecord, Incident, Manifestation, Scope
 from torchscout.mesh import LayerKind, Mesh
 
 __all__ = ["Baseline", "PhaseDiagnosis", "Slowness", "Stragglers", "is_known"]

@@ -12,10 +12,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from torchscout.config import StragglerConfig
-from torchscout.decision.consensus.rules import statistical
-from torchscout.decision.records.record import Action, EvidenceRecord, Incident, Manifestation, Scope, Surface
+from torchscout.decision.consensus import statistical
 from torchscout.decision.straggler.localization import Diagnosis, Group, Localization, localize, undecided
 from torchscout.decision.straggler.persistence import Persistence
+from torchscout.decision.types import Action, EvidenceRecord, Incident, Manifestation, Scope, Surface
 from torchscout.mesh import Mesh
 from torchscout.utils.text import sentences
 

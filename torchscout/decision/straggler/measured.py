@@ -16,8 +16,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from torchscout.decision.consensus.tree import Runs
-from torchscout.decision.records.record import Surface
+from torchscout.c3.tree import Runs
+from torchscout.decision.types import Surface
 from torchscout.mesh import AXES, LayerKind, Mesh
 
 __all__ = ["Lap", "Measured", "Table", "TimedLap", "TimedWork", "axis_of", "encode", "tables"]

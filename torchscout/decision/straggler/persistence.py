@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from torchscout.decision.consensus.rules import MANY, Status, dispersion_of, robust_scale
+from torchscout.decision.consensus import MANY, Status, dispersion_of, robust_scale
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from torchscout.config import StragglerConfig
-    from torchscout.decision.consensus.rules import Dispersion
-    from torchscout.decision.records.record import EvidenceRecord
+    from torchscout.decision.consensus import Dispersion
+    from torchscout.decision.types import EvidenceRecord
 
 __all__ = ["Chance", "Persistence", "SlowRun", "Spread", "Times"]
 

@@ -10,7 +10,8 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 
 from torchscout.config import StragglerConfig
-from torchscout.decision.records.record import (
+from torchscout.decision.straggler.persistence import Chance, Persistence, SlowRun, Times
+from torchscout.decision.types import (
     Action,
     EvidenceRecord,
     Incident,
@@ -19,7 +20,6 @@ from torchscout.decision.records.record import (
     Surface,
     surfaces_in_words,
 )
-from torchscout.decision.straggler.persistence import Chance, Persistence, SlowRun, Times
 from torchscout.mesh import Mesh
 from torchscout.utils.text import named, sentences
 

@@ -16,11 +16,11 @@ import numpy as np
 import numpy.typing as npt
 
 from torchscout.config import StragglerConfig
-from torchscout.decision.consensus import rules as consensus
-from torchscout.decision.records.record import EvidenceRecord, Manifestation, Surface
+from torchscout.decision import consensus
 from torchscout.decision.straggler.groups import CollectiveTime
 from torchscout.decision.straggler.measured import Table
 from torchscout.decision.straggler.persistence import Times
+from torchscout.decision.types import EvidenceRecord, Manifestation, Surface
 from torchscout.mesh import LayerKind, Mesh, PeerGroup
 
 __all__ = ["Timings"]

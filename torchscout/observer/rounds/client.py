@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from torchscout.config import ObserverConfig
-from torchscout.decision.records.record import EvidenceRecord, Manifestation
+from torchscout.decision.types import EvidenceRecord, Manifestation
 from torchscout.observer import stacks
 from torchscout.observer.rounds.protocol import HUBS_AT_FIRST, Client, Message
 from torchscout.observer.rounds.rank_report import RankReport

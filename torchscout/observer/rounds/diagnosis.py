@@ -12,13 +12,13 @@ from dataclasses import replace
 from itertools import islice
 from typing import Any
 
-from torchscout.decision.consensus.rules import Status, Verdict
+from torchscout.decision.consensus import Status, Verdict
 from torchscout.decision.hang.diagnosis import diagnose, explain
 from torchscout.decision.hang.evidence import HangEvidence
 from torchscout.decision.hang.table import NOTHING
 from torchscout.decision.progress import Phase, Process, RankStatus
-from torchscout.decision.records.record import Action, EvidenceRecord, Incident, Manifestation, Scope
 from torchscout.decision.straggler.diagnosis import PhaseDiagnosis
+from torchscout.decision.types import Action, EvidenceRecord, Incident, Manifestation, Scope
 from torchscout.mesh import Mesh
 from torchscout.observer.rounds.columns import table_of
 from torchscout.observer.rounds.post import FLAGS

@@ -30,7 +30,7 @@ from typing import Any
 import zmq
 
 from torchscout.config import ObserverConfig
-from torchscout.decision.records.record import Incident, Resolved
+from torchscout.decision.types import Incident, Resolved
 from torchscout.observer.rounds.post import Post
 from torchscout.observer.rounds.protocol import (
     HUBS_AT_FIRST,

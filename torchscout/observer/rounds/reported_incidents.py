@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from torchscout.decision.progress import Process
-from torchscout.decision.records.record import Incident, Resolved
+from torchscout.decision.types import Incident, Resolved
 from torchscout.observer.rounds.post import Post
 from torchscout.observer.rounds.rank_report import RankReport
 from torchscout.observer.rounds.reports import Reports

@@ -13,7 +13,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 import torch
 from torch import nn
 
-from torchscout.decision.records.record import Surface
+from torchscout.decision.types import Surface
 from torchscout.experts.coverage import Rows
 from torchscout.mesh import LayerKind
 from torchscout.replay.capture.hooks import CallCapture

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchscout.decision.consensus.signature import PendingSignatures
-from torchscout.decision.records.record import Surface
+from torchscout.c3.signature import PendingSignatures
+from torchscout.decision.types import Surface
 from torchscout.errors import ReplayError, describe_error
 from torchscout.mesh import LayerKind
 from torchscout.replay.capture import broadcast as wire

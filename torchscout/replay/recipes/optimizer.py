@@ -17,9 +17,9 @@ import torch
 import xxhash
 from torch.optim import Optimizer
 
-from torchscout.decision.consensus.fold import signed
-from torchscout.decision.consensus.signature import PendingSignatures
-from torchscout.decision.records.record import Surface
+from torchscout.c3.fold import signed
+from torchscout.c3.signature import PendingSignatures
+from torchscout.decision.types import Surface
 from torchscout.errors import ReplayError, describe_error
 from torchscout.mesh import LayerKind
 from torchscout.replay.capture.broadcast import (

@@ -15,7 +15,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from torchscout.decision.consensus.signature import signatures
+from torchscout.c3.signature import signatures
 from torchscout.errors import ReplayError, describe_error
 from torchscout.replay.capture.broadcast import DTensorLayout, flat, local_part
 from torchscout.replay.recipes.optimizer_clone import (

@@ -26,9 +26,9 @@ from typing import Any
 import torch
 import xxhash
 
-from torchscout.decision.consensus.fold import signed
-from torchscout.decision.consensus.signature import PendingSignatures
-from torchscout.decision.records.record import Surface
+from torchscout.c3.fold import signed
+from torchscout.c3.signature import PendingSignatures
+from torchscout.decision.types import Surface
 from torchscout.errors import ReplayError, describe_error
 from torchscout.mesh import LayerKind
 from torchscout.replay.recipe import Comparison, Mode, Observation, Recipe, Replay

@@ -21,9 +21,9 @@ import torch
 import torch.distributed as dist
 import xxhash
 
+from torchscout.c3.fold import signed
+from torchscout.c3.signature import PendingSignatures
 from torchscout.collectives.call import POINT_TO_POINT, Call
-from torchscout.decision.consensus.fold import signed
-from torchscout.decision.consensus.signature import PendingSignatures
 from torchscout.replay.guard import CallListener, announced
 from torchscout.replay.recipe import ABSENT, Comparison, JobExchange, Mode, Observation, Recipe, Replay
 from torchscout.replay.sharded_parameters import reduce_scatter

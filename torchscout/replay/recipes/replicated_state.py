@@ -14,7 +14,7 @@ import torch
 import xxhash
 
 from torchscout.decision.ownership import BY_DESIGN, Ownership
-from torchscout.decision.records.record import EvidenceRecord, Surface
+from torchscout.decision.types import EvidenceRecord, Surface
 from torchscout.errors import ReplayError
 from torchscout.mesh import LayerKind
 from torchscout.replay.recipe import Comparison, Mode, Observation, Recipe, Replay

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from torchscout.decision.consensus.signature import PendingSignatures, read_signatures
-from torchscout.decision.records.record import Surface
+from torchscout.c3.signature import PendingSignatures, read_signatures
+from torchscout.decision.types import Surface
 
 __all__ = ["Pace", "Window", "size_of"]
 

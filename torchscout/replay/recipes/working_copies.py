@@ -26,7 +26,7 @@ import torch
 
 from torchscout.collectives.call import Call
 from torchscout.collectives.interceptor import listen
-from torchscout.decision.records.record import Surface
+from torchscout.decision.types import Surface
 from torchscout.replay.guard import CallListener
 from torchscout.replay.recipes.rest_window import Window
 

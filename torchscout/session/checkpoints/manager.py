@@ -19,6 +19,7 @@ import torch
 import xxhash
 
 from torchscout.adapters.structure import surface_of
+from torchscout.c3.fold import signed
 from torchscout.checkpoint.background_writer import BackgroundWriter
 from torchscout.checkpoint.replication import placement
 from torchscout.checkpoint.resume.fetch import Fetched, fetch
@@ -38,9 +39,8 @@ from torchscout.checkpoint.trust.generation import Generation, TrustLevel
 from torchscout.checkpoint.trust.ledger_tiers import LedgerKeeper, LedgerTiers
 from torchscout.communicators import Communicators, Job
 from torchscout.config import CheckpointConfig
-from torchscout.decision.consensus.fold import signed
 from torchscout.decision.ownership import Ownership
-from torchscout.decision.records.record import Failure
+from torchscout.decision.types import Failure
 from torchscout.errors import CheckpointError, ScoutError, UnavailableError
 from torchscout.log import Problems, log
 from torchscout.replay.capture.saved_calls import SavedCalls

@@ -24,7 +24,7 @@ from torchscout.checkpoint.trust.gate_state import Lost
 from torchscout.checkpoint.trust.generation import Generation, TrustLevel
 from torchscout.checkpoint.trust.selection import Selection, SweepResult, confirm, select_checkpoint
 from torchscout.communicators import Communicators
-from torchscout.decision.records.record import Failure
+from torchscout.decision.types import Failure
 from torchscout.errors import CheckpointError, ScoutError, UnavailableError
 from torchscout.utils.text import spans
 

@@ -6,9 +6,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
+from torchscout.c3 import compare as c3
 from torchscout.communicators import PeerCommunicator
-from torchscout.decision.consensus import c3
-from torchscout.decision.records.record import EvidenceRecord
+from torchscout.decision.types import EvidenceRecord
 from torchscout.mesh import Axis, LayerKind
 from torchscout.replay.recipe import ABSENT, Comparison, Mode
 from torchscout.replay.verdicts import Context, judge

@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from torchscout.decision.records.record import EvidenceRecord, Surface
 from torchscout.decision.repeatability import UNDECIDED, unmet
+from torchscout.decision.types import EvidenceRecord, Surface
 
 __all__ = ["CheckHistory"]
 

@@ -17,11 +17,11 @@ from torchscout.checkpoint.trust.selection import SweepResult
 from torchscout.communicators import Communicators, PeerCommunicator
 from torchscout.config import ReplayConfig
 from torchscout.decision.ownership import Ownership
-from torchscout.decision.records.record import EvidenceRecord, Incident, from_json
 from torchscout.decision.records.recorder import Recorder
 from torchscout.decision.records.summary import SummaryRecorder
 from torchscout.decision.sdc import OpenIncidents, SdcDiagnosis
 from torchscout.decision.straggler.measured import Measured
+from torchscout.decision.types import EvidenceRecord, Incident, from_json
 from torchscout.log import log
 from torchscout.mesh import LayerKind, Mesh
 from torchscout.replay.finite import FINITE, FiniteState, not_finite

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torchscout.decision.records.record import Action, EvidenceRecord, Incident, Manifestation, Scope
 from torchscout.decision.records.recorder import REPLAY_FILE
+from torchscout.decision.types import Action, EvidenceRecord, Incident, Manifestation, Scope
 from torchscout.log import log
 from torchscout.session.reconnection import Proposal, Reconnection
 from torchscout.session.replay.driver import ReplayDriver, ReplayParts

@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from torchscout.c3.tree import Runs
 from torchscout.communicators import Communicators
 from torchscout.config import BaselineConfig, StragglerConfig
-from torchscout.decision.consensus.tree import Runs
 from torchscout.decision.straggler.diagnosis import Slowness, Stragglers
 from torchscout.decision.straggler.measured import Measured, encode, tables
 from torchscout.decision.straggler.timings import Timings

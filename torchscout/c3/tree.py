@@ -28,7 +28,7 @@ import numpy.typing as npt
 from torchscout.errors import ChannelError
 
 if TYPE_CHECKING:
-    from torchscout.decision.consensus.channel import PeerChannel
+    from torchscout.c3.channel import PeerChannel
     from torchscout.mesh import PeerGroup
 
 __all__ = ["FAN_OUT", "Runs", "TreeChannel", "groups_of", "height_of"]

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from triton.runtime import driver
 
-from torchscout.decision.consensus.fold import MULTIPLIER, SALT, dense
+from torchscout.c3.fold import MULTIPLIER, SALT, dense
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

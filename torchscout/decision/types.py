@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, fields
 from enum import Enum
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from torchscout.decision.consensus.rules import Status, Verdict
+from torchscout.decision.consensus import Status, Verdict
 from torchscout.utils.text import listed
 
 if TYPE_CHECKING:

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 import xxhash
 
-from torchscout.decision.consensus import rules as consensus
-from torchscout.decision.consensus.rules import Status, Unanimous, Verdict
-from torchscout.decision.records.record import Surface
+from torchscout.decision import consensus
+from torchscout.decision.consensus import Status, Unanimous, Verdict
+from torchscout.decision.types import Surface
 
 if TYPE_CHECKING:
-    from torchscout.decision.consensus.channel import PeerChannel
+    from torchscout.c3.channel import PeerChannel
 
 __all__ = ["compare"]
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 import xxhash
 
-from torchscout.decision.consensus.fold import avalanche, fold_with_torch, memory_of, signed
+from torchscout.c3.fold import avalanche, fold_with_torch, memory_of, signed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -172,7 +172,7 @@ def _fused_fold() -> Callable[[Sequence[Tensor]], Tensor] | None:
     """Return the Triton version; None if Triton is not installed."""
     if importlib.util.find_spec("triton") is None:
         return None
-    from torchscout.decision.consensus.fold_triton import fold_with_triton
+    from torchscout.c3.fold_triton import fold_with_triton
 
     return fold_with_triton
 
