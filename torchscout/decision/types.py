@@ -57,6 +57,8 @@ class Manifestation(str, Enum):
     """A rank, group or machine is persistently slower on equal work."""
     HANG = "hang"
     """The job has stopped making progress."""
+    CRASH = "crash"
+    """A trainer has ended before it had finished; others may have failed because of it."""
     NOT_CHECKED = "not_checked"
     """SCOUT itself has failed for good, so that wrong numbers and slow ranks are no longer found."""
 
@@ -77,6 +79,8 @@ class Action(str, Enum):
     CONTINUE = "continue"
     RESTART = "restart_in_place"
     INSPECT = "inspect_hardware"
+    PREFLIGHT = "preflight"
+    """Restart, and check the machines of these ranks before they train: whichever fails is replaced."""
     REPLACE = "replace_machine"
     STOP = "stop"
     """Never in an incident: the recovery policy decides this when a restart makes no sense."""
