@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from tests.support.flight_recorder import Recorders
-from torchscout.decision.hang.flight_recorder import State, read_dump
-from torchscout.decision.hang.flight_recorder_diagnosis import Explanation, explain
+from torchscout.decision.flight_recorder import State, read_dump
+from torchscout.decision.flight_recorder_diagnosis import Explanation, explain
 from torchscout.decision.types import Scope
 
 Documents = Mapping[int, Mapping[str, Any]]

@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from torchscout.decision.hang.flight_recorder import Dump, Entry, State, read_dump
+from torchscout.decision.flight_recorder import Dump, Entry, State, read_dump
 from torchscout.log import log
 from torchscout.utils._torch import dump_flight_recorder, dump_nccl_flight_recorder
 

@@ -12,10 +12,10 @@ from rich.table import Table
 
 from torchscout.cli.console import AsJson, Output, exiting, print_report, refusing
 from torchscout.cli.explain.dump_files import MOST_RANKS, DumpFile, DumpFilesError, files_in, read_files
-from torchscout.decision.hang.flight_recorder import Dump, State
-from torchscout.decision.hang.flight_recorder_diagnosis import Explanation
-from torchscout.decision.hang.flight_recorder_diagnosis import explain as explained
-from torchscout.decision.hang.flight_recorder_lines import WORLD, Operation
+from torchscout.decision.flight_recorder import Dump, State
+from torchscout.decision.flight_recorder_diagnosis import Explanation
+from torchscout.decision.flight_recorder_diagnosis import explain as explained
+from torchscout.decision.flight_recorder_lines import WORLD, Operation
 from torchscout.decision.progress import CommGroup
 from torchscout.utils.tables import stacked, table
 from torchscout.utils.text import counted, ranks_in_words

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torchscout.decision.hang.flight_recorder import Dump, read_dump
+from torchscout.decision.flight_recorder import Dump, read_dump
 
 __all__ = [
     "MOST_RANKS",

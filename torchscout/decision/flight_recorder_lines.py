@@ -10,7 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from torchscout.decision.hang.flight_recorder import Dump, Entry, State, launch_of
+from torchscout.decision.flight_recorder import Dump, Entry, State, launch_of
 from torchscout.decision.progress import CommGroup
 
 __all__ = ["WORLD", "Operation", "Recording", "recording"]
