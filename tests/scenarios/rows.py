@@ -147,7 +147,7 @@ def compare(answer: Any, must_come: Any, wrong: WrongToday | None = None) -> Non
     if wrong is not None and must_come != answer:
         assert answer == wrong.says, f"neither right nor today's wrong answer: {answer}, expected {must_come}"
         raise WrongVerdict(f"{answer}; right is {must_come}")
-    assert must_come == answer
+    assert must_come == answer, f"{answer}; right is {must_come}"
 
 
 def _named(answer: Any) -> frozenset[int]:

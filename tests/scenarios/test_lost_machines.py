@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import pytest
 
 from tests.scenarios.paper import Job, one_each, replicas, two_each
-from tests.scenarios.rows import Either, Row, cases, check, crash, either, hang, lost, wrong_today
+from tests.scenarios.rows import Either, Row, cases, check, crash, either, hang, lost
 from tests.scenarios.today import rounds
 
 EVERYBODY = (0, 1, 2, 3)
@@ -93,7 +93,6 @@ ROWS = [
         given=replicas().enter("world", *EVERYBODY).no_answer(2, 3).ask(),
         must_come=nobody_yet(*EVERYBODY),
         never=EVERYBODY,
-        wrong=wrong_today("observer H1", says=[lost([2, 3], "machine", "replace")]),
     ),
     Row(
         "the only observer of a machine is late in one round, and a rank elsewhere sleeps in its input",
@@ -105,7 +104,6 @@ ROWS = [
         .ask(),
         must_come=either([hang([3], "rank", "restart")], *nobody_yet(*EVERYBODY).answers),
         never=[0, 1, 2],
-        wrong=wrong_today("observer H1", says=[lost([2, 3], "rank", "replace")]),
     ),
     Row(
         "the same observer answers in the second round",
@@ -134,7 +132,6 @@ ROWS = [
             [hang([3], "rank", "restart"), lost([2], "machine", "replace")],
         ),
         never=[0, 1],
-        wrong=wrong_today("observer H1", says=[lost([2, 3], "rank", "replace")]),
     ),
     Row(
         "the same, and no stack shows who waits",
@@ -150,7 +147,6 @@ ROWS = [
             [hang([3], "rank", "restart"), lost([2], "machine", "replace")],
         ),
         never=[0, 1],
-        wrong=wrong_today("seen", says=[lost([2], "machine", "replace")]),
     ),
     Row(
         "the observer of a machine of one rank is gone, and its machine is up: it is not replaced",
@@ -159,7 +155,6 @@ ROWS = [
         ),
         must_come=either([crash([2], "rank", "restart")], *not_known(*EVERYBODY).answers),
         never=[0, 1, 3],
-        wrong=wrong_today("observer H1", says=[lost([2], "machine", "replace")]),
     ),
     # A rank does not answer, and its neighbour on the machine does.
     Row(

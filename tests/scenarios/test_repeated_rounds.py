@@ -15,7 +15,6 @@ from tests.scenarios.rows import (
     either,
     hang,
     lost,
-    wrong_today,
 )
 from tests.scenarios.today import rounds
 
@@ -97,13 +96,11 @@ ROWS = [
             [new(LATE_1), new(LATE_3), over(3), over(1)],
             [new(LATE_1), over(1), new(LATE_3), over(3)],
         ),
-        wrong=wrong_today("observer R1", says=[new(LATE_1), new(LATE_3), over(3)]),
     ),
     Row(
         "two ranks are late in turn, four times in one step",
         given=comes(one_is_late(comes(one_is_late(one_after_the_other(), 1), 1), 3), 3),
         must_come=[new(LATE_1), new(LATE_3)],
-        wrong=wrong_today("observer R1", says=[new(LATE_1), new(LATE_3), new(LATE_1), new(LATE_3)]),
     ),
     Row(
         "a round is repeated at the very moment when the late rank has come, and another one is still busy",
@@ -117,7 +114,6 @@ ROWS = [
         .enter("world", 2, 3)
         .ask(0),
         must_come=[new(LATE_2)],
-        wrong=wrong_today("observer H3", says=[new(LATE_2), new(LATE_1)]),
     ),
     Row(
         "two of four have entered different operations; when the others come, they show who is wrong",
@@ -131,13 +127,6 @@ ROWS = [
         must_come=either(
             *([new(divergence([2], "rank", action))] for action in ("restart", "stop")),
             *([new(divergence(EVERYBODY, "process group", action))] for action in ("restart", "stop")),
-        ),
-        wrong=wrong_today(
-            "seen",
-            says=[
-                new(divergence(EVERYBODY, "process group", "restart")),
-                new(divergence([2], "rank", "restart")),
-            ],
         ),
     ),
 ]

@@ -63,7 +63,8 @@ class Pending:
 class Listener(Protocol):
     """Is called for every collective, on the thread that issues it.
 
-    Methods may block. Collectives that a listener issues itself are not reported. An exception does not reach
+    If the backend raises, so that there is no operation, ``refused(call, token)`` is called instead of
+    ``issued`` where a listener has that method. Methods may block. Collectives that a listener issues itself are not reported. An exception does not reach
     training, but removes the listener that raised it, because its knowledge is then incomplete.
     """
 
@@ -72,7 +73,7 @@ class Listener(Protocol):
         ...
 
     def issued(self, call: Call, token: Any, pending: Pending | None) -> None:
-        """Called once the backend has the operation, unless issuing it failed.
+        """Called once the backend has the operation.
 
         ``pending`` is None if the backend returns no work: NCCL does so if the caller waits at once, and
         inside a coalesced block.
@@ -139,6 +140,10 @@ class Handle:
 
     def issued(self, call: Call, token: Any, pending: Pending | None) -> None:
         self._notify(self._listener.issued, call, token, pending)
+
+    def refused(self, call: Call, token: Any) -> None:
+        if (method := getattr(self._listener, "refused", None)) is not None:
+            self._notify(method, call, token)
 
     def _notify(self, method: Callable[..., Any], *arguments: Any) -> Any:
         if not self._attached:
@@ -232,8 +237,12 @@ def _kernel(operator: Operator) -> Callable[..., Any]:
             for check in checks:
                 check(call)
             tokens = _notify_before(handles, call)
-            result = redispatch(below, *arguments)
-            _notify_issued(handles, call, tokens, result)
+            result, is_issued = None, False
+            try:
+                result = redispatch(below, *arguments)
+                is_issued = True
+            finally:
+                _notify_after(handles, call, tokens, result, is_issued=is_issued)
         finally:
             call.release()
         return result
@@ -263,13 +272,18 @@ def _notify_before(handles: tuple[Handle, ...], call: Call) -> list[Any]:
         _thread.in_listener = False
 
 
-def _notify_issued(handles: tuple[Handle, ...], call: Call, tokens: list[Any], result: Any) -> None:
+def _notify_after(
+    handles: tuple[Handle, ...], call: Call, tokens: list[Any], result: Any, *, is_issued: bool
+) -> None:
     boxed = result[-1] if isinstance(result, tuple) else result
     work = None if boxed is None else dist.Work.unbox(boxed)
     pending = None if work is None else Pending(work)
     _thread.in_listener = True
     try:
         for handle, token in zip(reversed(handles), reversed(tokens), strict=True):
-            handle.issued(call, token, pending)
+            if is_issued:
+                handle.issued(call, token, pending)
+            else:
+                handle.refused(call, token)
     finally:
         _thread.in_listener = False

@@ -131,7 +131,9 @@ def _divergence(
 ) -> Divergence:
     number = next(iter(shown.values())).number
     texts = tuple(each.text for each in shown.values())
-    is_old = all(evidence.issued(rank, group.key) > number for rank in evidence.answered(group.key))
+    is_old = compared == "digest" or all(
+        evidence.issued(rank, group.key) > number for rank in evidence.answered(group.key)
+    )
     return Divergence(group, number, compared, tuple(shown), texts, verdict, is_old)
 
 

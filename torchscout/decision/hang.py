@@ -122,22 +122,25 @@ class _Case:
         waited = {rank for rank in self.gone if _waited_too_long(self._reports[rank])}
         if not waited:
             return []
-        before = {}
-        for rank, report in self._reports.items():
-            may_revive = rank in waited or (rank in self.gone and self.evidence.last[rank] is not None)
-            is_revived = may_revive and report.how != "killed"
-            if report.stalled is not None and (is_revived or rank not in self.gone):
-                report = replace(report, progress=report.stalled, waiting=None)
-            if is_revived:
-                report = replace(report, process=Process.RUNNING, gone_seconds=None, waiting=None)
-            before[rank] = report
-        case = _Case(replace(self._round, reports=before))
+        case = _Case(
+            replace(self._round, reports={rank: self._before(rank, waited) for rank in self._reports})
+        )
         found = case._diverged() or case._late() or case._deadlock() or case._stall()
         if not found or any(not self.gone.isdisjoint(each.ranks) for each in found):
             return []
         trainers = f"the trainer{'s' if len(self.gone) > 1 else ''} of {named(sorted(self.gone))}"
         consequence = in_sentences(f"{trainers} ended after waiting for too long")
         return [replace(each, sentence=f"{each.sentence} {consequence}") for each in found]
+
+    def _before(self, rank: int, waited: Collection[int]) -> RankReport:
+        """Return the report of ``rank`` as it would have been before those that had ``waited`` were ended."""
+        report = replace(self._reports[rank], moving=False, excused=False)
+        if rank in self.gone:
+            in_operation = rank in waited or self.evidence.last[rank] is not None
+            if report.how == "killed" or not in_operation:
+                return report
+            report = replace(report, process=Process.RUNNING, gone_seconds=None, waiting=None)
+        return report if report.stalled is None else replace(report, progress=report.stalled, waiting=None)
 
     def explained(self) -> list[Incident]:
         """Return the conclusions from what ranks show now."""

@@ -304,9 +304,10 @@ class WaitGraph:
     def _wait(self, rank: int, places: Iterable[Place], *, is_dead: bool = False) -> bool:
         found = []
         for place in places:
-            node = self._nodes.get((*place, is_dead))
+            key = (*place, is_dead)
+            node = self._nodes.get(key)
             if node is None:
-                node = self._nodes[(*place, is_dead)] = self._node(place, is_dead=is_dead)
+                node = self._nodes[key] = self._node(place, is_dead=is_dead)
             if node.missing:
                 node.ranks.append(rank)
                 found.append(node)
@@ -402,7 +403,7 @@ class WaitGraph:
         reports = self._evidence.reports
         unsure = {
             rank
-            for rank in sources - self._evidence.dead - self._evidence.unheard
+            for rank in sources - self._evidence.dead - self._evidence.unheard - self.in_stalled
             if reports[rank].waiting is None
             and (progress := reports[rank].progress) is not None
             and not progress.entered

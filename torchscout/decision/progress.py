@@ -250,7 +250,7 @@ class RankReport:
             return "failed" if self.how == "failed" else "was terminated"
         if number := status & 0x7F:
             return f"was {'killed' if self.how == 'killed' else 'ended'} by {_signal(number)}"
-        return f"failed with exit status {status >> 8}"
+        return f"{'failed' if status else 'ended'} with exit status {status >> 8}"
 
 
 def _signal(number: int) -> str:

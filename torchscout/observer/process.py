@@ -17,8 +17,8 @@ import resource
 import sys
 import time
 import traceback
-from collections import deque
-from collections.abc import Iterator, Mapping
+from collections import defaultdict, deque
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import cached_property, partial
@@ -27,24 +27,24 @@ from typing import TYPE_CHECKING, Any
 
 import zmq
 
+from torchscout.decision.progress import Phase
 from torchscout.decision.records.line_files import line_of
 from torchscout.decision.records.recorder import JsonlRecorder
 from torchscout.decision.types import EvidenceRecord, Incident, Manifestation, Resolved, from_json
 from torchscout.observer.late_decision import LateDecision
 from torchscout.observer.record.directory import End, news_of
 from torchscout.observer.rounds.client import RoundClient
-from torchscout.observer.rounds.hub import Hub
+from torchscout.observer.rounds.hub import Gathered, Hub, Outcome
 from torchscout.observer.rounds.protocol import HUBS_AT_FIRST, MISTAKES, Address, Client, Message
-from torchscout.observer.rounds.rank_report import RankReport
 from torchscout.observer.rounds.relay import Relay, relay_endpoint
 from torchscout.observer.rounds.reported_incidents import Finding
-from torchscout.observer.rounds.reports import Reports
 from torchscout.observer.silence import SilenceDetector
 from torchscout.observer.spec import ObserverSpec, mesh_from, relay_ranks
 from torchscout.observer.trainer import Ending, TrainerView
 from torchscout.utils.packed_lists import unpack
 
 if TYPE_CHECKING:
+    from torchscout.decision.progress import RankReport
     from torchscout.decision.straggler.diagnosis import PhaseDiagnosis
     from torchscout.decision.types import Recordable
     from torchscout.mesh import Mesh
@@ -223,9 +223,9 @@ class ObserverProcess:
         except OSError:  # the next candidate will be tried
             traceback.print_exc()
 
-    def _adopt(self, hub: int, finding: Finding | None) -> None:
+    def _adopt(self, hub: int, findings: Sequence[Finding]) -> None:
         if self._hub is not None and self._hub.is_open and hub != self._spec.hub:
-            self._hub.adopt(finding)
+            self._hub.adopt(findings)
 
     def _status(self) -> dict[str, Any]:
         self._trainer.look(time.monotonic())
@@ -278,25 +278,31 @@ class ObserverProcess:
         assert self._spec.mesh is not None
         return mesh_from(self._spec.mesh)
 
-    def _conclude(self, reports: Mapping[int, RankReport], insistent: bool) -> Incident | None:
-        # Imported here because it brings numpy.
-        from torchscout.observer.rounds.diagnosis import conclude
+    def _conclude(self, gathered: Gathered) -> Outcome:
+        # Imported here because most jobs never hang.
+        from torchscout.decision.hang import Round, diagnose
 
         try:
-            return conclude(reports, self._mesh, insistent=insistent)
+            found = diagnose(
+                Round(gathered.reports, self._mesh, gathered.is_repeat, gathered.confirmed, gathered.closed)
+            )
+            return Outcome(found.incidents, found.needs_another_round)
         except MISTAKES as error:
-            self._report_failure(reports, error, "progress", Manifestation.HANG)
-            return None
+            self._report_failure(gathered.reports, error, "progress", Manifestation.HANG)
+            return Outcome()
 
     def _compare(self, reports: Mapping[int, RankReport]) -> list[Incident]:
         from torchscout.decision.straggler.diagnosis import PhaseDiagnosis, is_known
-        from torchscout.observer.rounds.diagnosis import compare_phases
 
         try:
             if self._phases is None:
                 config = replace(self._spec.straggler, min_slowdown_ms=self.config.phase_ms)
                 self._phases = PhaseDiagnosis(self._mesh, config)
-            found = compare_phases(reports, self._phases)
+            milliseconds = defaultdict[Phase, dict[int, float]](dict)
+            for rank, report in reports.items():
+                for phase, seconds in report.phase_seconds.items():
+                    milliseconds[phase][rank] = 1000 * seconds
+            found = self._phases.observe(_last_step(reports), milliseconds)
             return [each for each in found if not any(is_known(each, known) for known in self._slow)]
         except MISTAKES as error:
             self._report_failure(reports, error, "time", Manifestation.STRAGGLER)
@@ -309,7 +315,7 @@ class ObserverProcess:
         _log_error(error)
         self._report_locally(
             EvidenceRecord(
-                step=Reports.of(reports).last_step,
+                step=_last_step(reports),
                 surface=surface,
                 manifestation=manifestation,
                 peers=tuple(sorted(reports)),
@@ -373,6 +379,11 @@ class ObserverProcess:
             self._recorder.close()
         except OSError as error:
             _log_error(error)
+
+
+def _last_step(reports: Mapping[int, RankReport]) -> int:
+    progresses = (each.progress for each in reports.values())
+    return max((each.step for each in progresses if each is not None), default=0)
 
 
 class Lines:

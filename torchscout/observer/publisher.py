@@ -2,13 +2,14 @@
 
 An operation that may block is published before it begins. Everything uses PyTorch's public hooks and the
 interceptor of collectives; ``phase_hooks`` marks what has no hooks. A collective is published as its
-fingerprint: what healthy callers have in common, as text and as 64 bits. Values that may differ are left out:
-the splits of an all-to-all have a compatibility rule of their own, the root of a scatter has inputs that
-other members do not have, and a shard may have its own shape.
+fingerprint: what healthy callers have in common, as text and as 64 bits. Backends compare numbers of
+elements, so shapes are left out. Values that may differ are left out as well: the splits of an all-to-all
+have a compatibility rule of their own, and the root of a scatter has inputs that other members do not have.
 """
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator
@@ -29,11 +30,9 @@ from torchscout.utils.reentrancy import in_backward, in_own_work
 __all__ = ["Fingerprint", "Publisher", "WatchedInput", "line_of", "read"]
 
 _BY_OUTPUT = frozenset({"all_gather", "scatter", "recv"})
-"""Operations whose output shapes must be equal; of all others it is the input shapes. The output of an
-all-gather and the input of a reduce-scatter are whole, while a rank's own part may be uneven."""
-_SCALAR = (1,)
-"""A scalar counts as a vector of one: stages of a DeepSpeed pipeline reduce their norms as either."""
-_WITHOUT_SHAPE = frozenset({"all_to_all", "barrier"})
+"""Operations whose outputs must have equal sizes; of all others it is the inputs. The output of an all-gather
+and the input of a reduce-scatter are whole, while a rank's own part may be uneven."""
+_WITHOUT_SIZE = frozenset({"all_to_all", "barrier"})
 _MAX_PHRASES = 4096
 
 
@@ -42,7 +41,8 @@ class Fingerprint(NamedTuple):
 
     operation: str
     dtype: Hashable
-    shapes: tuple[tuple[int, ...], ...]
+    sizes: tuple[int, ...]
+    """The number of elements of each tensor."""
     reduction: str | None
     root: int | None
 
@@ -50,9 +50,9 @@ class Fingerprint(NamedTuple):
     def text(self) -> str:
         """For people: ``all_reduce float32[1024] sum``, ``broadcast int64[2] root 0``."""
         dtype = "" if self.dtype is None else str(self.dtype).removeprefix("torch.")
-        shapes = " ".join(f"[{','.join(map(str, shape))}]" for shape in self.shapes)
+        sizes = " ".join(f"[{size}]" for size in self.sizes)
         root = "" if self.root is None else f"root {self.root}"
-        return " ".join(filter(None, (self.operation, dtype + shapes, self.reduction, root)))
+        return " ".join(filter(None, (self.operation, dtype + sizes, self.reduction, root)))
 
     @property
     def number(self) -> int:
@@ -62,13 +62,13 @@ class Fingerprint(NamedTuple):
 def read(call: Call) -> Fingerprint:
     """Return the fingerprint of a call; both ends of a transfer have the same."""
     operation = call.operation
-    if operation in _WITHOUT_SHAPE:
+    if operation in _WITHOUT_SIZE:
         return Fingerprint(operation, call.dtype, (), None, None)
     given = call.output_shapes if operation in _BY_OUTPUT else call.input_shapes
-    shapes = tuple([shape or _SCALAR for shape in given])
+    sizes = tuple([math.prod(shape) for shape in given])
     if operation in POINT_TO_POINT:
-        return Fingerprint("transfer", call.dtype, shapes, None, None)
-    return Fingerprint(operation, call.dtype, shapes, call.reduction, call.root)
+        return Fingerprint("transfer", call.dtype, sizes, None, None)
+    return Fingerprint(operation, call.dtype, sizes, call.reduction, call.root)
 
 
 def line_of(call: Call) -> CommGroup | None:
@@ -139,8 +139,18 @@ class Publisher:
         """The thread that trains: it attached, and then the one of the last update."""
         self._undo: list[Callable[[], None]] = []
 
-    def before(self, call: Call) -> None:
+    def before(self, call: Call) -> tuple[int, int] | None:
         """Publish that a collective is about to be entered; SCOUT's own too: a rank may hang in a check."""
+        published = None
+        try:
+            published = self._publish(call)
+        finally:
+            if published is None:  # the interceptor does not call a listener again that has raised
+                self._writer.misses_operations()
+        return published
+
+    def _publish(self, call: Call) -> tuple[int, int]:
+        """Return the index of the group, and the number of the operation."""
         group, device = call.group, call.device
         where = None if device is None else device.type
         key = (group, where, call.operation, call.peer, call.tag) if call.tag is not None else (group, where)
@@ -152,12 +162,18 @@ class Publisher:
         phrase = self._phrases.get(shared)
         if phrase is None:
             phrase = self._writer.phrase(shared.text, shared.number)
-            if len(self._phrases) < _MAX_PHRASES:  # shapes that never repeat must not fill the memory
+            if len(self._phrases) < _MAX_PHRASES:  # sizes that never repeat must not fill the memory
                 self._phrases[shared] = phrase
         sent, received = call.splits or (None, None)
         number = self._writer.issue(line, phrase, sent, received)
         if track is not None and self._device is not None:
             self._device.record(track, number)
+        return line, number
+
+    def refused(self, call: Call, token: tuple[int, int] | None) -> None:
+        """Take back what was published: the library has raised, and no peer will wait for it."""
+        if token is not None:
+            self._writer.take_back(*token)
 
     def issued(self, call: Call, token: Any, pending: Pending | None) -> None:
         """Part of the listener protocol; that the backend has the operation says nothing about peers."""

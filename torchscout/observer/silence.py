@@ -74,11 +74,11 @@ class SilenceDetector:
         *,
         paused: bool,
         now: float,
-        is_pressed: bool = False,
+        near_timeout: bool = False,
     ) -> bool:
         """Return whether to announce a round now.
 
-        ``is_pressed`` means that the communication library will soon end the trainer for waiting, so the
+        ``near_timeout`` means that the communication library will soon end the trainer for waiting, so the
         cause must be found before that, whatever silence is allowed.
         """
         late = max(self.config.min_silence_seconds, self.config.poll_seconds + _SUSPENDED_SECONDS)
@@ -89,7 +89,7 @@ class SilenceDetector:
         if progress.coordinate != self._round_at:
             self.rounds, self._round_at, self._next_round = 0, None, -math.inf
         usual = self.threshold(progress, step_seconds)
-        is_silent = is_pressed or self.silent_seconds(progress, now) > usual
+        is_silent = near_timeout or self.silent_seconds(progress, now) > usual
         return is_silent and not paused and now >= self._next_round
 
     def threshold(self, progress: Progress, step_seconds: Sequence[float]) -> float:

@@ -182,15 +182,13 @@ _BACKWARD = _Frame("torch/autograd/graph.py", "_engine_run_backward")
 _THREAD = re.compile(r"^(Thread|Current thread) 0x[0-9a-f]+", re.MULTILINE)
 """Without its address, ranks that wait in the same place have the same stacks."""
 _FRAME = re.compile(r'^  File "(.*)", line \S+ in (.*)$', re.MULTILINE)
-_STANDARD_LIBRARY = re.compile(r"/lib/python3\.\d+/(?!site-packages/|dist-packages/)|^<frozen ")
 
 
 def is_waiting(stack: str) -> bool | None:
     """Return whether the trainer waits in a communication; None if its stacks cannot tell.
 
     The main thread decides. Other threads may communicate in the background, and count only if the main
-    thread may wait for them: the backward pass runs in threads of its own, and a main thread in the standard
-    library may be waiting for one of its own.
+    thread waits for them: the backward pass runs in threads of its own.
     """
     threads = [_frames(thread) for thread in _threads(stack)]
     if not any(threads):
@@ -222,8 +220,7 @@ def _classify(frames: list[_Frame]) -> bool | None:
         fits = rule.file in top.file if rule.file.endswith("/") else top.file.endswith(rule.file)
         if fits and (not rule.functions or top.function in rule.functions.split()):
             return rule.waiting
-    # The standard library calls no collective; any other code may, in C++.
-    return False if _STANDARD_LIBRARY.search(top.file) else None
+    return None  # any code may call a collective in C++, or wait for a thread that does
 
 
 def _matches(frame: _Frame, other: _Frame) -> bool:

@@ -19,13 +19,13 @@ from enum import Enum
 from pathlib import Path
 
 from torchscout.config import ObserverConfig
-from torchscout.decision.progress import CommGroup, Phase, Process, Progress, RankStatus
+from torchscout.decision.progress import CommGroup, How, Phase, Process, Progress, RankReport
 from torchscout.errors import TornRecordError
 from torchscout.observer import stacks
-from torchscout.observer.record.directory import How, read_end
+from torchscout.observer.record.directory import How as HowEnded
+from torchscout.observer.record.directory import read_end
 from torchscout.observer.record.reader import ProgressReader
 from torchscout.observer.rounds.protocol import MAX_STACK
-from torchscout.observer.rounds.rank_report import RankReport
 from torchscout.observer.silence import LONGEST_REPEAT_SECONDS, allowance
 from torchscout.utils.procfs import process_stat
 
@@ -134,11 +134,9 @@ _STALL_SECONDS = 1.0
 _WATCHDOG_SECONDS = 60.0
 """How long a watchdog may take to end a trainer: NCCL's writes dumps first. Meanwhile the rank that was
 waited for may have arrived, and the job may have continued for a while."""
-_PRESSED, _TIMED_OUT = 0.85, 0.95
+_NEAR_TIMEOUT, _TIMED_OUT = 0.85, 0.95
 """The share of a timeout after which a round is announced, and after which it counts as over: the trainer is
 only polled, while a watchdog acts at once."""
-_KILL_SECONDS = 10.0
-"""The same as ``_WATCHDOG_SECONDS`` for SIGKILL, which no watchdog of SCOUT, NCCL or Gloo sends."""
 
 
 class Ending(Enum):
@@ -169,6 +167,10 @@ class _Stall:
     until: float = 0.0
     """When the stall was last seen."""
 
+    @property
+    def seconds(self) -> float:
+        return self.until - self.since
+
 
 class TrainerView:
     """What the last ``look`` has seen. It never waits for the trainer, except shortly for its stacks."""
@@ -180,7 +182,7 @@ class TrainerView:
         """Without operations, which are only read for a report."""
         self.ending: Ending | None = None
         """None as long as it has not ended."""
-        self.is_pressed = False
+        self.near_timeout = False
         """Whether it has used most of the time that the communication library allows an operation."""
         self._stack = stack
         self._gone_since: float | None = None  # unless it has finished
@@ -214,10 +216,15 @@ class TrainerView:
             self._gone_since = now if self._gone_since is None else self._gone_since
 
     @property
-    def _was_killed(self) -> bool:
-        return self._wait_status is not None and self._wait_status & 0x7F == signal.SIGKILL
+    def _how(self) -> How:
+        """How it ended early."""
+        if self._wait_status is not None and self._wait_status & 0x7F == signal.SIGKILL:
+            return "killed"
+        if self.ending is Ending.ASKED:
+            return "asked"
+        return "unknown" if self._wait_status is None and not self.reader.is_failing else "failed"
 
-    def how(self, ending: Ending) -> How:
+    def how(self, ending: Ending) -> HowEnded:
         """Return the ending in the words of the run directory."""
         if ending is Ending.FAILED:
             exited = self._wait_status is not None and not self._wait_status & 0x7F
@@ -244,20 +251,27 @@ class TrainerView:
     def report(self, config: ObserverConfig, silent_seconds: float, now: float) -> RankReport:
         """Return what to report in a round, except the stacks."""
         has_ended, seen_at = self.ending is not None, now if self._gone_since is None else self._gone_since
-        status = self._rank_status()
-        step = None if status.progress is None else status.progress.step
+        progress = self._read()
+        # Whoever has finished is not gone, which means failed to a diagnosis: nothing is wrong unless a peer waits.
+        has_finished = self.ending is Ending.FINISHED
+        running = Process.RUNNING if has_finished else self.reader.trainer()
         return RankReport(
-            status,
-            self._lines(),
+            rank=self.rank,
+            process=Process.GONE if has_ended and not has_finished else running,
+            progress=progress,
+            groups=self._groups(),
+            waiting=False if has_finished else None,
             moving=not has_ended and silent_seconds < config.min_silence_seconds / 2,
             excused=not has_ended and self._is_excused(config, silent_seconds),
             gone_seconds=None if self._gone_since is None else now - self._gone_since,
-            was_killed=self._was_killed,
+            how=None if self._gone_since is None else self._how,
+            wait_status=None if self._gone_since is None else self._wait_status,
             stalled=self._stalled(config, seen_at),
-            is_pressed=not has_ended and self.is_pressed,
+            near_timeout=not has_ended and self.near_timeout,
             is_restarting=self.reader.is_restarting,
+            is_incomplete=self.reader.dropped > 0,
             has_timed_out=seen_at - self._timed_out_at < _WATCHDOG_SECONDS,
-            operations=None if step is None else self.reader.operations(step),
+            operations=None if progress is None else self.reader.operations(progress.step),
             phase_seconds={} if has_ended else typical_seconds(self.phase_seconds()),
         )
 
@@ -272,30 +286,30 @@ class TrainerView:
         stack = stacks.take(self.reader.pid, self._stack, config.stack_signal, config.stack_seconds)
         return stacks.trim(stack, MAX_STACK)
 
-    def _rank_status(self) -> RankStatus:
-        if self.ending is Ending.FINISHED:
-            # Not GONE, which means failed to a diagnosis: nothing is wrong unless a peer waits for it.
-            return RankStatus(self.rank, Process.RUNNING, self._read(), waiting=False)
-        process = self.reader.trainer() if self.ending is None else Process.GONE
-        return RankStatus(self.rank, process, self._read())
-
     def _note_stall(self, now: float) -> None:
         if self.progress is None or self.progress.silent_seconds < _STALL_SECONDS:
             return
-        since = now - self.progress.silent_seconds
-        if self._stall is None or since - self._stall.since > _STALL_SECONDS:
-            self._stall = _Stall(self._read() or self.progress, since)
+        since, stall = now - self.progress.silent_seconds, self._stall
+        if stall is not None and since - stall.since > _STALL_SECONDS:
+            # A short wait does not hide the long one before it, because of which a watchdog may act.
+            if self.progress.silent_seconds < stall.seconds and now - stall.until < _WATCHDOG_SECONDS:
+                return
+            stall = None
+        self._stall = stall or _Stall(self._read() or self.progress, since)
         self._stall.until = now
 
     def _note_timeout(self, now: float) -> None:
         """Compare its wait with the timeout of the group that it waits in."""
-        self.is_pressed = False
+        self.near_timeout = False
         silent = 0.0 if self.progress is None else self.progress.silent_seconds
-        timeouts = {line.key: line.timeout for line in self._lines() if line.timeout is not None}
-        if silent < _PRESSED * min(timeouts.values(), default=math.inf) or (read := self._read()) is None:
+        timeouts = {each.key: each.timeout for each in self._groups() if each.timeout is not None}
+        if (
+            silent < _NEAR_TIMEOUT * min(timeouts.values(), default=math.inf)
+            or (read := self._read()) is None
+        ):
             return
-        allowed = math.inf if read.inside is None else timeouts.get(read.inside.line, math.inf)
-        self.is_pressed = silent >= _PRESSED * allowed
+        allowed = math.inf if read.inside is None else timeouts.get(read.inside[0], math.inf)
+        self.near_timeout = silent >= _NEAR_TIMEOUT * allowed
         if silent >= _TIMED_OUT * allowed:
             self._timed_out_at = now
 
@@ -303,13 +317,12 @@ class TrainerView:
         """Return its progress during a recent stall that was too long and is over, or None."""
         if (stall := self._stall) is None:
             return None
-        lasted, passed = stall.until - stall.since, now - stall.until
-        limit = _KILL_SECONDS if self._was_killed else _WATCHDOG_SECONDS
-        is_over = self.ending is not None or passed > 2 * config.poll_seconds
-        return stall.progress if lasted > config.min_silence_seconds and passed < limit and is_over else None
+        is_over = self.ending is not None or now - stall.until > 2 * config.poll_seconds
+        was_long = stall.seconds > config.min_silence_seconds or self._timed_out_at >= stall.since
+        return stall.progress if was_long and is_over and now - stall.until < _WATCHDOG_SECONDS else None
 
-    def _lines(self) -> tuple[CommGroup, ...]:
-        return tuple(self.reader.lines().values())
+    def _groups(self) -> tuple[CommGroup, ...]:
+        return tuple(self.reader.groups().values())
 
     def _read(self) -> Progress | None:
         try:

@@ -2,7 +2,7 @@
 
 What a trainer does goes through the real listener and publisher into a real progress record, and a real
 ``TrainerView`` reports it. Only the clock, the process and its device are on paper. Every round is concluded
-three times: from reports, from the bytes that a hub receives, and from the reports read back from them.
+twice: from reports, and from the bytes that a hub receives.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ from tests.scenarios.rows import Finding
 from torchscout.collectives.call import Group
 from torchscout.collectives.interceptor import Handle, listen
 from torchscout.config import ObserverConfig
-from torchscout.decision.progress import Phase, Process
-from torchscout.decision.types import Action, Incident
+from torchscout.decision.hang import Diagnosis, Round, diagnose
+from torchscout.decision.progress import CommGroup, Phase, Process, RankReport
+from torchscout.decision.types import Action, Incident, Manifestation
 from torchscout.mesh import Mesh
 from torchscout.observer import stacks
 from torchscout.observer import trainer as trainer_module
@@ -37,13 +38,11 @@ from torchscout.observer.record import reader as reader_module
 from torchscout.observer.record import writer as writer_module
 from torchscout.observer.record.reader import ProgressReader
 from torchscout.observer.record.writer import ProgressWriter
-from torchscout.observer.rounds.diagnosis import conclude
+from torchscout.observer.rounds.hub import CONFIRMING_SECONDS, Stack
 from torchscout.observer.rounds.post import Post
 from torchscout.observer.rounds.post_writer import post_of
-from torchscout.observer.rounds.rank_report import RankReport
 from torchscout.observer.rounds.reported_incidents import Finding as Summary
 from torchscout.observer.rounds.reported_incidents import ReportedIncidents
-from torchscout.observer.rounds.reports import Reports, Stack
 from torchscout.observer.silence import SilenceDetector
 from torchscout.observer.trainer import TrainerView
 
@@ -56,6 +55,7 @@ ACTIONS = {
     Action.CONTINUE: "continue",
     Action.RESTART: "restart",
     Action.INSPECT: "inspect",
+    Action.PREFLIGHT: "preflight",
     Action.REPLACE: "replace",
 }
 TORCH = "/env/lib/python3.11/site-packages/torch"
@@ -81,12 +81,16 @@ def conclusions(job: Job) -> list[list[Finding]]:
     found = []
     for with_stacks in shown:
         with closing(_Play(job, with_stacks).events()) as events:
-            found.append([findings(*concluded) for concluded in events if concluded is not None])
+            rounds = [concluded for concluded in events if concluded is not None]
+            found.append([[finding_of(each) for each in incidents] for incidents, _ in rounds])
     assert all(each == found[0] for each in found), f"with stacks {found[0]}, without {found[1]}"
     return found[0]
 
 
-def last_round(job: Job) -> tuple[Incident | None, Reports]:
+Reports = dict[int, RankReport]
+
+
+def last_round(job: Job) -> tuple[tuple[Incident, ...], Reports]:
     """What is concluded from the last round, in full, and what it is concluded from."""
     with closing(_Play(job, job.stacks != "none").events()) as events:
         *_, last = (each for each in events if each is not None)
@@ -96,42 +100,37 @@ def last_round(job: Job) -> tuple[Incident | None, Reports]:
 def written(job: Job) -> list[tuple[str, Finding | tuple[int, ...]]]:
     """What a hub writes: ``new`` with a finding, and ``over`` with the ranks of one that is over."""
     play, reported, lines = _Play(job, job.stacks != "none"), ReportedIncidents(), []
-    named: dict[int, tuple[int, Summary]] = {}
-    """What the observer of a rank knows: at which step it was named, and in which finding."""
+    named: dict[int, tuple[int, list[Summary]]] = {}
+    """What the observer of a rank knows: at which step it was named, and in which findings."""
     with closing(play.events()) as events:
         for concluded in events:
             steps = [each.view.reader.read().step for each in play.ranks]
             if concluded is None:
-                for rank, (step, finding) in [*named.items()]:
+                for rank, (step, known) in [*named.items()]:
                     if steps[rank] > step:
                         del named[rank]
-                        if (resolved := reported.moved(rank, 0.0, finding)) is not None:
-                            lines.append(("over", resolved.ranks))
+                        lines += [("over", each.ranks) for each in reported.moved(rank, 0.0, known)]
                 continue
-            incident, reports = concluded
-            incident = None if incident is None else reported.traced(incident, reports)
-            if incident is not None and reported.report(incident, reports):
-                (finding,) = findings(incident, reports)
-                lines.append(("new", finding))
-            if (current := reported.finding) is not None:
-                named |= {rank: (named.get(rank, (steps[rank],))[0], current) for rank in current.ranks}
+            incidents, reports = concluded
+            for each in incidents:
+                incident = reported.traced(each, reports)
+                if incident is not None and reported.report(incident, reports):
+                    lines.append(("new", finding_of(incident)))
+            for rank, step in enumerate(steps):
+                if here := [each for each in reported.findings if rank in each.ranks]:
+                    named[rank] = named.get(rank, (step,))[0], here
     return lines
 
 
-def findings(incident: Incident | None, reports: Reports) -> list[Finding]:
-    """In the words of the tables, for which a crash, a divergence and a lost machine are no hangs."""
-    if incident is None:
-        return []
-    kind, ranks, deciding = "hang", incident.ranks, incident.records[0]
+def finding_of(incident: Incident) -> Finding:
+    """In the words of the tables, for which a divergence and a lost machine are no hangs."""
+    kind, deciding = incident.manifestation.value, incident.records[0]
     if deciding.surface.partition("/")[0] in ("fingerprint", "digest", "splits"):
         kind = "divergence"
-    elif incident.action is Action.REPLACE and not {*ranks} <= {*reports}:
+    elif incident.action is Action.REPLACE:
+        assert incident.manifestation is Manifestation.HANG
         kind = "lost"
-    elif deciding.surface == "process" or (
-        {*ranks} <= {*reports.ended} and (deciding.progress or {}).get("process") == "gone"
-    ):
-        kind = "crash"
-    return [Finding(kind, ranks, incident.scope.value.replace("_", " "), ACTIONS[incident.action])]
+    return Finding(kind, incident.ranks, incident.scope.value.replace("_", " "), ACTIONS[incident.action])
 
 
 class _Process:
@@ -170,7 +169,7 @@ class _Rank:
         self.has_device, self.busy = False, None
         self.frames: tuple[str, ...] = (UNCLEAR,)
         """Of its main thread."""
-        self.late, self.is_absent = 0.0, False
+        self.late, self.is_absent, self.has_closed = 0.0, False, False
 
     def issue(self, call: SimpleNamespace, timeout: float | None) -> None:
         """Let the listener see the operation, as right before it is issued."""
@@ -207,8 +206,10 @@ class _Play:
         self.clock = _Clock()
         self.ranks: list[_Rank] = []
         self._last_coordinates: dict[int, tuple[int, int]] = {}
+        self._absent: dict[int, float] = {}
+        """Rank -> when it did not answer for the first time."""
 
-    def events(self) -> Generator[tuple[Incident | None, Reports] | None]:
+    def events(self) -> Generator[tuple[tuple[Incident, ...], Reports] | None]:
         """Yield what is concluded from a round, and None after any other event."""
         with self._on_paper():
             for event in self._job.events:
@@ -236,28 +237,36 @@ class _Play:
             self.ranks = [_Rank(rank, Path(folder), self.clock) for rank in range(self._job.size)]
             yield
 
-    def _round(self) -> tuple[Incident | None, Reports]:
+    def _round(self) -> tuple[tuple[Incident, ...], Reports]:
         for each in self.ranks:
             each.look()
         reports = {each.rank: each.report() for each in self.ranks if not each.is_absent}
         coordinates = {
-            rank: each.status.progress.coordinate
+            rank: each.progress.coordinate
             for rank, each in reports.items()
-            if not each.moving and each.status.process is Process.RUNNING
+            if not each.moving and each.process is Process.RUNNING and each.progress is not None
         }
-        insistent = any(self._last_coordinates.get(rank) == each for rank, each in coordinates.items())
+        is_repeat = any(self._last_coordinates.get(rank) == each for rank, each in coordinates.items())
         self._last_coordinates = coordinates
-        posts = {rank: Post(post_of(each), self._job.size) for rank, each in reports.items()}
-        still = [rank for rank, post in posts.items() if post.is_still and self._with_stacks]
-        shown = {rank: stack for rank in still if (stack := self.ranks[rank].stack()) is not None}
-        for rank, stack in shown.items():
-            status = replace(reports[rank].status, stack=stack.text, waiting=stack.waiting)
-            reports[rank] = replace(reports[rank], status=status)
-        sent = Reports(posts, shown)
-        incident = conclude(sent, self.mesh, insistent=insistent)
-        for same in (reports, dict(sent)):
-            assert conclude(same, self.mesh, insistent=insistent) == incident
-        return incident, sent
+        absent = {each.rank for each in self.ranks if each.is_absent}
+        self._absent = {rank: self._absent.get(rank, self.clock.now) for rank in absent}
+        confirmed = {
+            rank for rank, since in self._absent.items() if self.clock.now - since >= CONFIRMING_SECONDS
+        }
+        closed = {rank for rank in absent if self.ranks[rank].has_closed}
+        groups: dict[bytes, CommGroup] = {}
+        sent = {rank: Post(post_of(each), self._job.size).report(groups) for rank, each in reports.items()}
+        concluded = [self._concluded(each, is_repeat, confirmed, closed) for each in (reports, sent)]
+        assert concluded[0] == concluded[1]
+        return concluded[1].incidents, sent
+
+    def _concluded(self, reports: Reports, *settings: Any) -> Diagnosis:
+        for rank, report in reports.items():
+            is_still = not report.moving and report.process is Process.RUNNING
+            stack = self.ranks[rank].stack() if is_still and self._with_stacks else None
+            if stack is not None:
+                reports[rank] = replace(report, stack=stack.text, waiting=stack.waiting)
+        return diagnose(Round(reports, self.mesh, *settings))
 
     def _pass(self, seconds: float) -> None:
         self.clock.now += seconds
@@ -353,11 +362,10 @@ class _Play:
         rank.late = seconds
 
     def _no_answer(self, rank: _Rank, connection: str) -> None:
-        del connection  # it is not known today
-        rank.is_absent = True
+        rank.is_absent, rank.has_closed = True, connection == "closed"
 
     def _answer(self, rank: _Rank) -> None:
-        rank.is_absent = False
+        rank.is_absent = rank.has_closed = False
 
 
 @cache

@@ -12,7 +12,7 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
-from torchscout.decision.progress import CommGroup, IssuedOp, Phase, Process, Progress
+from torchscout.decision.progress import CommGroup, IssuedOp, Phase, Process, Progress, Window
 from torchscout.errors import TornRecordError
 from torchscout.observer.record import directory, layout
 from torchscout.observer.record.layout import Declarations, Head, Memory, Operation
@@ -65,7 +65,8 @@ class ProgressReader:
 
     @property
     def dropped(self) -> int:
-        """Number of declarations without room; unless it is 0, some communication may be missing here."""
+        """Number of declarations without room, and of errors that ended the publication of collectives; unless
+        it is 0, some communication may be missing here."""
         return self._memory.words[layout.DROPPED]
 
     def trainer(self) -> Process:
@@ -80,7 +81,7 @@ class ProgressReader:
             return None
         return shown if shown.get("step") == step else None
 
-    def lines(self) -> dict[str, CommGroup]:
+    def groups(self) -> dict[str, CommGroup]:
         return {line.key: line for line in self._declared().lines}
 
     def step_seconds(self) -> list[float]:
@@ -171,7 +172,7 @@ class ProgressReader:
             operation=head.operation,
             phase=layout.PHASES[head.phase],
             issued=issued,
-            recent=tuple(self._issued(operation) for operation in recent),
+            recent=Window([self._issued(operation) for operation in recent]),
             at_communication=bool(head.at_communication),
             silent_seconds=max(0.0, now - head.time),
             device_step=None if device_step < 0 else device_step,
@@ -182,7 +183,7 @@ class ProgressReader:
     def _issued(self, operation: Operation) -> IssuedOp:
         declared, phrase = self._declarations, operation.phrase
         return IssuedOp(
-            line=declared.lines[operation.line].key,
+            group=declared.lines[operation.line].key,
             number=operation.number,
             fingerprint=operation.fingerprint,
             digest=operation.digest,

@@ -61,9 +61,12 @@ class ProgressWriter:
         self._number = self._step = self._operation = self._issued = self._at_communication = 0
         self._phase = layout.CODES[Phase.START]
         self._began: float | None = None
+        self._has_stepped = False
         self._lines: dict[str, int] = {}
         self._counts: list[int] = []
         self._digests: list[int] = []
+        self._before: dict[int, int] = {}
+        """Line -> its digest before the last operation."""
         self._phrases: dict[int, int] = {}
         self._fingerprints: list[int] = []
         self.device_unknown()
@@ -100,11 +103,14 @@ class ProgressWriter:
 
     def next_step(self, step: int | None = None) -> None:
         """End the step, so that ``step`` are finished, by default one more. Its duration is noted, unless it
-        is the first one or was paused."""
+        was paused; that of the first one as 0, since it compiles and connects and says nothing of others."""
         with self._lock:
             now = monotonic()
-            if self._began is not None and now > self._began:
+            if not self._has_stepped:
+                self._memory.note(layout.STEPS, 0.0)
+            elif self._began is not None and now > self._began:
                 self._memory.note(layout.STEPS, now - self._began)
+            self._has_stepped = True
             self._began = now
             self._step = self._step + 1 if step is None else step
             self._phase = layout.CODES[Phase.IDLE]
@@ -159,6 +165,7 @@ class ProgressWriter:
                 return 0
             number = self._counts[line] = self._counts[line] + 1
             fingerprint = self._fingerprints[phrase] if phrase >= 0 else -1 - phrase
+            self._before[line] = self._digests[line]
             digest = self._digests[line] = digest_after(self._digests[line], fingerprint)
             order, known = self._issued + 1, max(phrase, -1)
             packed = pack_operation(order, line, number, known, fingerprint, digest, sends, receives)
@@ -167,6 +174,26 @@ class ProgressWriter:
             self._publish()
             self._memory.counts[line] = number
             return number
+
+    def take_back(self, line: int, number: int) -> None:
+        """Forget an operation that was published and then not issued, if it was the last one."""
+        with self._lock:
+            order = self._issued
+            last = self._memory.operation(order)
+            if line == NOWHERE or last is None or (last.line, last.number) != (line, number):
+                if line != NOWHERE:  # another thread has published since
+                    self.misses_operations()
+                return
+            self._counts[line] = number - 1
+            self._digests[line] = self._before.pop(line)
+            self._issued, self._at_communication = order - 1, 0
+            self._publish()
+            self._memory.counts[line] = number - 1
+
+    def misses_operations(self) -> None:
+        """Note that operations may be missing in this record from now on."""
+        with self._lock:
+            self._drop()
 
     def pause(self) -> None:
         """Ignore silence until ``resume``."""

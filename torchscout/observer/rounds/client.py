@@ -22,10 +22,10 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from torchscout.config import ObserverConfig
+from torchscout.decision.progress import RankReport
 from torchscout.decision.types import EvidenceRecord, Manifestation
 from torchscout.observer import stacks
 from torchscout.observer.rounds.protocol import HUBS_AT_FIRST, Client, Message
-from torchscout.observer.rounds.rank_report import RankReport
 from torchscout.observer.rounds.reported_incidents import Finding
 from torchscout.observer.silence import SilenceDetector, seconds_for
 from torchscout.observer.trainer import Ending, SurveySchedule, TrainerView
@@ -102,14 +102,14 @@ class _Announcement:
 
 
 class _Named(NamedTuple):
-    """A current finding that names this rank."""
+    """Findings that name this rank and are not over."""
 
     step: int
     since: float
     """When the silence of this rank began."""
-    finding: Finding
+    findings: Sequence[Finding]
     hub: int
-    """The hub that sent it last."""
+    """The hub that sent them last."""
 
 
 class RoundClient:
@@ -121,7 +121,7 @@ class RoundClient:
         client: Client,
         config: ObserverConfig,
         record: Callable[[EvidenceRecord], None],
-        on_outcome: Callable[[int, Finding | None], None],
+        on_outcome: Callable[[int, Sequence[Finding]], None],
         on_election: Callable[[int], None],
         size: int = 1,
     ) -> None:
@@ -141,8 +141,8 @@ class RoundClient:
         """The hub that was asked for the rounds of the present silence."""
         self._survey_hub = 0
         """The hub to ask for the next survey: the one that held the last or, failing that, the next."""
-        self._finding: Finding | None = None
-        """The last outcome of a round."""
+        self._findings: Sequence[Finding] = ()
+        """The last outcome of a round of the present silence."""
         self._reported: tuple[int, float] | None = None
         """Step and begin of the silence in the last report."""
         self._named: _Named | None = None
@@ -190,7 +190,7 @@ class RoundClient:
         elif kind == "show":
             self._show(hub, number, int(message["characters"]))
         elif kind == "outcome":
-            self._handle_outcome(hub, message.get("finding"), now)
+            self._handle_outcome(hub, message["findings"], now)
 
     def is_done(self, now: float) -> bool:
         """Return whether the trainer has ended, and its observer is not needed for a verdict any more."""
@@ -218,14 +218,18 @@ class RoundClient:
         if progress is None:
             return
         due = self.silence.is_due(
-            progress, reader.step_seconds(), paused=reader.paused, now=now, is_pressed=self.trainer.is_pressed
+            progress,
+            reader.step_seconds(),
+            paused=reader.paused,
+            now=now,
+            near_timeout=self.trainer.near_timeout,
         )
         if not due and self._announcement is not None and self._announcement.hub is None:
             self._announcement = None  # it moves again, and no hub has received the announcement
         if due and self._announcement is None:
             self._announce(now)
         elif self.silence.rounds == 0 and self._announcement is None:
-            self._hub_in_charge = None
+            self._hub_in_charge, self._findings = None, ()  # what was found of an earlier silence is over
 
     def _check_phases(self, now: float) -> None:
         """Announce a survey if one is due, but not during a silence, a pause or an incident."""
@@ -244,10 +248,10 @@ class RoundClient:
         """Ask the first reachable hub for a round. If there is none, wait for one to be elected; if no
         candidate is left, record what is known here."""
         assert self._announcement is not None
-        config, insistent = self.silence.config, self.silence.rounds > 0
-        finding = self._finding.to_json() if insistent and self._finding is not None else None
+        config, is_repeat = self.silence.config, self.silence.rounds > 0
+        findings = [each.to_json() for each in self._findings] if is_repeat else []
         for hub in hubs:
-            if self._client.send(hub, "announce", insistent=insistent, finding=finding):
+            if self._client.send(hub, "announce", is_repeat=is_repeat, findings=findings):
                 self._announcement = _Announcement(hub, now + self._failover_seconds)
                 if hub < HUBS_AT_FIRST:  # an elected one is in charge once it has answered
                     self._hub_in_charge = hub
@@ -294,7 +298,7 @@ class RoundClient:
         reporter = named.hub if self._client.is_connected(named.hub) else self.election.hub()
         if reporter is None:
             return  # another hub may be elected soon
-        fields = {"seconds": now - named.since, "finding": named.finding.to_json()}
+        fields = {"seconds": now - named.since, "findings": [each.to_json() for each in named.findings]}
         for hub in range(len(self._client.sockets)):
             self._client.send(hub, "moved", is_reporter=hub == reporter, **fields)
         self._named = None
@@ -332,14 +336,15 @@ class RoundClient:
         shown = stacks.trim(stack, max(0, characters))
         self._client.send(hub, "stack", round=number, stack=shown, waiting=stacks.is_waiting(stack))
 
-    def _handle_outcome(self, hub: int, document: Mapping[str, Any] | None, now: float) -> None:
-        finding = None if document is None else Finding.from_json(document)
+    def _handle_outcome(self, hub: int, documents: Sequence[Mapping[str, Any]], now: float) -> None:
+        findings = [Finding.from_json(each) for each in documents]
         self._announcement = None
-        self._concluded_at, self._finding = now, finding
-        self._on_outcome(hub, finding)
+        self._concluded_at, self._findings = now, findings
+        self._on_outcome(hub, findings)
         place = self._reported if self._named is None else self._named[:2]
-        if finding is not None and self.trainer.rank in finding.ranks and place is not None:
-            self._named = _Named(*place, finding, hub)
+        here = [each for each in findings if self.trainer.rank in each.ranks]
+        if here and place is not None:
+            self._named = _Named(*place, here, hub)
 
     def _give_up(self, now: float) -> None:
         """Record what is known here, since no hub answers."""

@@ -7,14 +7,15 @@
     hub -> still       show          all reports are in; send your trainer's stacks
     still -> hub       stack
     hub -> all         news          an incident, or the end of one, after it was recorded
-    hub -> all         outcome       the current finding
+    hub -> all         outcome       the findings that are not over
 
 A round may also be a survey, which compares how long phases take. It is announced by ``survey`` and requested
 by ``sample``. It collects no stacks and has no outcome, since the job goes on. A hang takes precedence.
 
 ``present`` needs no answer: it shows who is connected. ``leave`` is the last message of an observer, with its
 last report, and ``moved`` says that a rank that was named goes on. Between rounds nothing is sent. No round
-waits beyond its deadline: absence is evidence.
+waits beyond its deadline. An absence counts once it is confirmed in a second round, which begins 3 s after the
+first: by then an observer that died has been started again.
 
 The standby is an equal hub that is only asked when the first one does not answer. Further hubs are elected
 when neither answers; see ``Election``. In a large job, messages travel through relays; see ``relay``.
@@ -23,13 +24,14 @@ when neither answers; see ``Election``. In a large job, messages travel through 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import zmq
 
 from torchscout.config import ObserverConfig
+from torchscout.decision.progress import CommGroup, RankReport
 from torchscout.decision.types import Incident, Resolved
 from torchscout.observer.rounds.post import Post
 from torchscout.observer.rounds.protocol import (
@@ -42,16 +44,16 @@ from torchscout.observer.rounds.protocol import (
     encode,
     listen_limited,
 )
-from torchscout.observer.rounds.rank_report import RankReport
 from torchscout.observer.rounds.relay import Routes
 from torchscout.observer.rounds.reported_incidents import Finding, ReportedIncidents
-from torchscout.observer.rounds.reports import Reports, Stack
 from torchscout.utils.packed_lists import pack
 
-__all__ = ["Compare", "Conclude", "Hub", "Round"]
+__all__ = ["CONFIRMING_SECONDS", "Compare", "Conclude", "Gathered", "Hub", "Outcome", "Stack"]
 
 _GATHERING_SECONDS = 10.0
 """How long observers may take to find a hub that was restarted."""
+CONFIRMING_SECONDS = 3.0
+"""How much later than the first round the second one begins that confirms an absence."""
 _TRANSIT_SECONDS = 0.2
 """Time to request and send stacks, besides the time to take them."""
 _STACK_BYTES = 64 << 20
@@ -73,14 +75,42 @@ _MESSAGES = 256
 _FLUSH_SECONDS = 0.5
 """Time for the last messages to pass the listener, once the socket is closed."""
 
-Conclude = Callable[[Mapping[int, RankReport], bool], Incident | None]
-"""From the reports of a round, and whether there was an earlier round of the same silence, to an incident."""
+
+class Stack(NamedTuple):
+    """What an observer says of its trainer's stacks."""
+
+    text: str
+    waiting: bool | None
+    """Whether they show it waiting for a communication."""
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """What a hub knows at the end of a round."""
+
+    reports: Mapping[int, RankReport]
+    is_repeat: bool = False
+    """Whether there was an earlier round of the same silence."""
+    confirmed: Collection[int] = ()
+    """Ranks that did not answer ``CONFIRMING_SECONDS`` earlier either."""
+    closed: Collection[int] = ()
+    """Ranks whose observers have closed their connections."""
+
+
+class Outcome(NamedTuple):
+    """What is concluded from a round."""
+
+    incidents: Sequence[Incident] = ()
+    needs_another_round: bool = False
+
+
+Conclude = Callable[[Gathered], Outcome]
 Compare = Callable[[Mapping[int, RankReport]], Sequence[Incident]]
 """From the reports of a survey to incidents."""
 
 
 @dataclass(slots=True)
-class Round:
+class _Round:
     """Collects first reports and then stacks.
 
     Not both at once: taking stacks interrupts a trainer, and may end the very wait that the others report.
@@ -88,7 +118,7 @@ class Round:
 
     number: int
     deadline: float
-    insistent: bool = False
+    is_repeat: bool = False
     is_survey: bool = False
     takes_stacks: bool = False
     question: bytes = b""
@@ -97,16 +127,21 @@ class Round:
     """Ranks that are awaited but could not be asked yet: their relay is lost."""
     awaited: set[int] = field(default_factory=set)
     posts: dict[int, Post] = field(default_factory=dict)
+    came: dict[int, float] = field(default_factory=dict)
+    """When each of them came."""
+    began: float = 0.0
+    closed: set[int] = field(default_factory=set)
+    """Ranks that could not be asked, because they are not connected."""
     stacks: dict[int, Stack] = field(default_factory=dict)
     patience: float = 0.0
     """How long to wait for the next answer."""
     latest: float = math.inf
     """When it ends, however many answers still arrive."""
 
-    def add(self, rank: int, post: Post) -> None:
+    def add(self, rank: int, post: Post, now: float) -> None:
         if rank in self.awaited and not self.takes_stacks:
             self.awaited.discard(rank)
-            self.posts[rank] = post
+            self.posts[rank], self.came[rank] = post, now
 
     def add_stack(self, rank: int, stack: Stack) -> None:
         if stack.waiting not in {True, False, None}:
@@ -161,7 +196,7 @@ class Hub:
         self.config = config
         self._size = size
         self._conclude, self._compare, self._record = conclude, compare, record
-        self._round: Round | None = None
+        self._round: _Round | None = None
         self._rounds = 0
         self._next_survey = -math.inf
         self._has_majority = False
@@ -169,6 +204,11 @@ class Hub:
         """Time of the first ``tick``."""
         self._left: dict[int, tuple[Post, float]] = {}
         """Last posts, and when they came."""
+        self._absent: dict[int, float] = {}
+        """Rank -> when the first round began that it did not answer, nor any since."""
+        self._confirm_at: float | None = None
+        """When to hold another round, to confirm that ranks do not answer."""
+        self._groups: dict[bytes, CommGroup] = {}
         self._last: tuple[bytes | None, Message | None] = None, None
         """The last message, as it came and decoded."""
         self._accepted: list[int] = []
@@ -180,7 +220,7 @@ class Hub:
     @property
     def deadline(self) -> float | None:
         """When to call ``tick`` if nothing arrives before."""
-        return None if self._round is None else self._round.deadline
+        return self._confirm_at if self._round is None else self._round.deadline
 
     @property
     def left(self) -> frozenset[int]:
@@ -207,15 +247,18 @@ class Hub:
         if self._accepted:
             self.routes.send(self._accepted, encode("accepted", seconds=self._round_seconds))
             self._accepted = []
+        if self._round is None and self._confirm_at is not None and now >= self._confirm_at:
+            self._confirm_at = None
+            self._round = self._ask_all(now, is_repeat=True)
         try:
             self._advance_round(now)
         except MISTAKES:  # the reports make no sense: the next round may be better
             self.tally.malformed += 1
             self._round = None
 
-    def adopt(self, finding: Finding | None) -> None:
+    def adopt(self, findings: Sequence[Finding]) -> None:
         """Take over the outcome of another hub's round."""
-        self._reported.adopt(finding)
+        self._reported.adopt(findings)
 
     def close(self) -> None:
         self.socket.close()
@@ -247,8 +290,8 @@ class Hub:
     def _act_on(self, rank: int, message: Message, now: float) -> None:
         match message["kind"]:
             case "announce":
-                self._learn(message.get("finding"))
-                self._hold_round(rank, now, insistent=bool(message["insistent"]))
+                self._learn(message.get("findings", ()))
+                self._hold_round(rank, now, is_repeat=bool(message["is_repeat"]))
             case "survey":
                 self._hold_survey(now)
             case "post":
@@ -268,40 +311,39 @@ class Hub:
         if post.header.rank != rank:
             raise ValueError(f"rank {rank} reports for rank {post.header.rank}")
         if post.kind == "report":
-            self._round_of(post.header.round).add(rank, post)
+            self._round_of(post.header.round).add(rank, post, now)
             self._round_of(post.header.round).answered(now)
             return
         self._left[rank] = post, now
         if self._round is not None:
-            self._round.add(rank, post)
+            self._round.add(rank, post, now)
         self._resolve_left(rank)
 
-    def _round_of(self, number: int) -> Round:
+    def _round_of(self, number: int) -> _Round:
         """Return the current round if a message belongs to it, or one that drops what is added."""
         current = self._round
-        return current if current is not None and current.number == number else Round(number, 0.0)
+        return current if current is not None and current.number == number else _Round(number, 0.0)
 
-    def _hold_round(self, rank: int, now: float, *, insistent: bool) -> None:
-        finding = self._reported.finding
-        if finding is not None and finding.job_ended:
+    def _hold_round(self, rank: int, now: float, *, is_repeat: bool) -> None:
+        if self._reported.job_ended:
             self.routes.send([rank], self._outcome())
             return
         if self._is_gathering(now):
             return  # without an answer the observer asks the standby
         current = self._round
         if current is None or current.is_survey:
-            self._round = self._ask_all(now, insistent=insistent)
+            self._round = self._ask_all(now, is_repeat=is_repeat)
             return
-        current.insistent |= insistent
+        current.is_repeat |= is_repeat
         if rank not in current.awaited or current.takes_stacks:
             self._accepted.append(rank)
         elif self.routes.is_direct(rank):
             self.routes.send([rank], current.question)  # its relay, which was asked, does not pass it on
 
-    def _learn(self, document: Mapping[str, Any] | None) -> None:
-        """Take over an earlier hub's finding about the present silence, so as not to report it again."""
-        if document is not None and self._reported.finding is None:
-            self._reported.adopt(Finding.from_json(document))
+    def _learn(self, documents: Sequence[Mapping[str, Any]]) -> None:
+        """Take over an earlier hub's findings about the present silence, so as not to report them again."""
+        if documents and not self._reported.findings:
+            self._reported.adopt([Finding.from_json(each) for each in documents])
 
     def _is_gathering(self, now: float) -> bool:
         """Return whether observers are still looking for this hub, so that absence is not evidence yet.
@@ -327,14 +369,14 @@ class Hub:
         Two announcements at almost the same time are one survey: a second one would confirm the first by the
         same durations.
         """
-        if self._round is None and self._reported.finding is None and now >= self._next_survey:
+        if self._round is None and not self._reported.findings and now >= self._next_survey:
             self._next_survey = now + self.config.repeat_seconds
             self._round = self._ask_all(now, survey=True)
 
-    def _ask_all(self, now: float, *, insistent: bool = False, survey: bool = False) -> Round:
+    def _ask_all(self, now: float, *, is_repeat: bool = False, survey: bool = False) -> _Round:
         self._rounds += 1
         patience = self._patience
-        started = Round(self._rounds, now + patience, insistent, survey, patience=patience)
+        started = _Round(self._rounds, now + patience, is_repeat, survey, patience=patience)
         started.latest = now + self._round_seconds
         kind = "sample" if survey else "ask"
         started.question = encode(kind, round=started.number, seconds=self._round_seconds)
@@ -342,6 +384,7 @@ class Hub:
         reached = self.routes.send(present, started.question)
         started.searching = {rank for rank in present - reached if self.routes.is_searching(rank)}
         started.awaited = reached | started.searching
+        started.began, started.closed = now, present - started.awaited
         return started
 
     def _not_reached(self, ranks: Sequence[int]) -> None:
@@ -371,7 +414,7 @@ class Hub:
             return
         if current.is_survey:
             self._round = None
-            for incident in self._compare(Reports(current.posts)):
+            for incident in self._compare({rank: post.report() for rank, post in current.posts.items()}):
                 self._publish(incident)
             return
         if not current.takes_stacks:
@@ -379,7 +422,7 @@ class Hub:
         if current.is_over(now):
             self._finish(current, now)
 
-    def _ask_for_stacks(self, current: Round, now: float) -> None:
+    def _ask_for_stacks(self, current: _Round, now: float) -> None:
         current.takes_stacks = True
         current.searching = set()
         current.patience = self.config.stack_seconds + _TRANSIT_SECONDS
@@ -389,31 +432,49 @@ class Hub:
         message = encode("show", round=current.number, characters=characters)
         current.awaited = self.routes.send(still, message)
 
-    def _finish(self, finished: Round, now: float) -> None:
+    def _finish(self, finished: _Round, now: float) -> None:
         self._round = None
-        # Include the last reports of observers that have left, also during this round: a trainer that fails
-        # is soon gone.
-        last = {rank: post for rank, (post, _) in self._left.items()}
-        ages = {rank: now - at for rank, (_, at) in self._left.items() if rank not in finished.posts}
-        reports = Reports(last | finished.posts, finished.stacks, ages)
-        incident = self._conclude(reports, finished.insistent)
-        if incident is not None:
-            incident = self._reported.traced(incident, reports)
-        if incident is not None and self._reported.report(incident, reports):
-            self._publish(incident)
-            for rank in self.left.intersection(incident.ranks):
-                self._resolve_left(rank)
+        gathered = self._gathered(finished, now)
+        found = self._conclude(gathered)
+        if found.needs_another_round:
+            self._confirm_at = now + CONFIRMING_SECONDS
+        for each in found.incidents:
+            incident = self._reported.traced(each, gathered.reports)
+            if incident is not None and self._reported.report(incident, gathered.reports):
+                self._publish(incident)
+                for rank in self.left.intersection(incident.ranks):
+                    self._resolve_left(rank)
         self.routes.send(set(range(self._size)) - self.left, self._outcome())
 
+    def _gathered(self, finished: _Round, now: float) -> Gathered:
+        """Return all reports, also the last ones of observers that have left: a trainer that fails is soon
+        gone. Times since an end are counted until now."""
+        came = {rank: at for rank, (_, at) in self._left.items()} | finished.came
+        posts = {rank: post for rank, (post, _) in self._left.items()} | finished.posts
+        reports = {}
+        for rank in sorted(posts):
+            report = posts[rank].report(self._groups)
+            if report.gone_seconds is not None:
+                report = replace(report, gone_seconds=report.gone_seconds + now - came[rank])
+            if (stack := finished.stacks.get(rank)) is not None:
+                report = replace(report, stack=stack.text, waiting=stack.waiting)
+            reports[rank] = report
+        absent = set(range(self._size)) - reports.keys()
+        self._absent = {rank: self._absent.get(rank, finished.began) for rank in absent}
+        confirmed = {
+            rank for rank, since in self._absent.items() if finished.began - since >= CONFIRMING_SECONDS
+        }
+        return Gathered(reports, finished.is_repeat, confirmed, absent & finished.closed)
+
     def _resolve_left(self, rank: int) -> None:
-        if (resolved := self._reported.left(rank, self._left[rank][0])) is not None:
+        for resolved in self._reported.left(self._left[rank][0].report(self._groups)):
             self._publish(resolved)
 
     def _resolve(self, rank: int, message: Message) -> None:
-        named_by = None if message["finding"] is None else Finding.from_json(message["finding"])
-        resolved = self._reported.moved(rank, float(message["seconds"]), named_by)
-        if resolved is not None and message["is_reporter"]:
-            self._publish(resolved)
+        named_by = [Finding.from_json(each) for each in message["findings"]]
+        for resolved in self._reported.moved(rank, float(message["seconds"]), named_by):
+            if message["is_reporter"]:
+                self._publish(resolved)
 
     def _publish(self, item: Incident | Resolved) -> None:
         """Record it, and send it to every observer: its trainer may not share this run directory."""
@@ -424,9 +485,8 @@ class Hub:
         self.routes.send(range(self._size), message)
 
     def _outcome(self) -> bytes:
-        """The current finding, of this round or of an earlier one."""
-        finding = self._reported.finding
-        return encode("outcome", finding=None if finding is None else finding.to_json())
+        """The findings that are not over, of this round or of earlier ones."""
+        return encode("outcome", findings=[each.to_json() for each in self._reported.findings])
 
 
 def _news(item: Incident | Resolved) -> bytes:

@@ -9,7 +9,7 @@
     rest        JSON: what few posts have
 
 A hub of a large job receives a hundred thousand of them at once. So a post is checked as it arrives, in a few
-microseconds, and read only as far as needed: ``columns`` reads the same parts of all posts together.
+microseconds, and its operations are read only if the diagnosis asks for them.
 """
 
 from __future__ import annotations
@@ -17,13 +17,23 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Iterator, Mapping, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from hashlib import blake2b
-from typing import Any, NamedTuple
+from itertools import islice
+from operator import itemgetter
+from typing import Any, NamedTuple, get_args
 
-from torchscout.decision.progress import CommGroup, IssuedOp, Phase, Process, Progress, RankStatus
+from torchscout.decision.progress import (
+    CommGroup,
+    How,
+    IssuedOp,
+    Phase,
+    Process,
+    Progress,
+    RankReport,
+    Window,
+)
 from torchscout.observer.record.layout import LINES, PLACES
-from torchscout.observer.rounds.rank_report import RankReport
 from torchscout.utils.network import read_json
 
 __all__ = [
@@ -90,11 +100,13 @@ class Row(NamedTuple):
     """Lengths in bytes."""
     flags: int
     """``PAIR``, and ``SPLITS`` if operations of this row have splits."""
+    timeout: float
+    """Seconds; 0 if unknown."""
 
 
 KINDS = ("report", "leave")
 HEADER = struct.Struct("<BQIIdqqdqqHHIHII")
-ROW = struct.Struct("<QqqHIHHB")
+ROW = struct.Struct("<QqqHIHHBf")
 OPERATION = struct.Struct("<QHHB")
 """Digest, how many operations of the line follow it, its place among all operations, its phrase."""
 RUN = struct.Struct("<iii")
@@ -105,7 +117,7 @@ FLAGS = {
     name: 1 << bit
     for bit, name in enumerate(
         (
-            *("moving", "excused", "was_killed", "is_pressed", "has_timed_out", "has_progress"),
+            *("moving", "excused", "is_incomplete", "near_timeout", "has_timed_out", "has_progress"),
             *("at_communication", "is_restarting"),
         )
     )
@@ -114,7 +126,7 @@ PAIR, SPLITS = 1, 2
 WAITING, BUSY, PROCESS, PHASE = 8, 10, 12, 16
 """Bits at which small numbers begin: 0, 1, 2 for None, False, True; indices of process and phase."""
 assert max(FLAGS.values()) < 1 << WAITING
-PLAIN = ("moving", "excused", "was_killed", "is_pressed", "has_timed_out", "is_restarting")
+PLAIN = ("moving", "excused", "is_incomplete", "near_timeout", "has_timed_out", "is_restarting")
 PROCESSES, PHASES, MAYBE = tuple(Process), tuple(Phase), (None, False, True)
 
 MISTAKES = (
@@ -179,65 +191,114 @@ class Post:
         at, end, *_ = self.starts
         return map(Row._make, ROW.iter_unpack(self.data[at:end]))
 
-    def line(self, number: int) -> tuple[str, str, int]:
-        """Return key, name and flags of one row."""
-        rows, at = list(self.rows()), self.starts[4]
-        at += sum(row.key + row.name for row in rows[:number])
-        key, name = _strings(self.data, at, (rows[number].key, rows[number].name))
-        return key, name, rows[number].flags
+    def report(self, groups: dict[bytes, CommGroup] | None = None) -> RankReport:
+        """Return what was reported; its window of operations is read when it is asked for.
 
-    def report(self) -> RankReport:
-        """Read everything."""
-        flags, rest = self.header.flags, self.rest
-        stalled = rest.get("stalled")
+        ``groups`` are those of the posts that were read before, so that members are listed once for all.
+        """
+        flags, rest, known = self.header.flags, self.rest, {} if groups is None else groups
+        rows = [*self.rows()]
+        theirs = [*self._groups(rows, known)]
+        stalled, (how, status) = rest.get("stalled"), rest.get("ended", (None, None))
         return RankReport(
-            status=self.status(),
-            lines=tuple(line for line in self._lines() if line.members),
+            rank=self.header.rank,
+            process=self.process,
+            progress=self._progress(rows, theirs) if flags & FLAGS["has_progress"] else None,
+            groups=tuple(each for each in theirs if each.members),
+            waiting=MAYBE[flags >> WAITING & 3],
             gone_seconds=self.gone_seconds,
+            how=how,
+            wait_status=status,
             stalled=None if stalled is None else Progress.from_json(stalled),
             operations=rest.get("operations"),
             phase_seconds={Phase(name): each for name, each in rest.get("phase_seconds", {}).items()},
             **{name: bool(flags & FLAGS[name]) for name in PLAIN},
         )
 
-    def status(self) -> RankStatus:
-        """Read everything but the lines, which may have as many members as the job has ranks."""
-        flags = self.header.flags
-        progress = self._progress() if flags & FLAGS["has_progress"] else None
-        return RankStatus(self.header.rank, self.process, progress, MAYBE[flags >> WAITING & 3])
-
-    def _lines(self) -> Iterator[CommGroup]:
-        _, _, runs_at, phrases_at, strings_at, _ = self.starts
-        rows = list(self.rows())
-        runs = RUN.iter_unpack(self.data[runs_at:phrases_at])
-        strings = _strings(self.data, strings_at, [length for row in rows for length in (row.key, row.name)])
+    def _groups(self, rows: Sequence[Row], known: dict[bytes, CommGroup]) -> Iterator[CommGroup]:
+        _, _, runs_at, _, at, _ = self.starts
         for row in rows:
-            members = tuple(
-                first + stride * place
-                for first, stride, count in (next(runs) for _ in range(row.runs))
-                for place in range(count)
-            )
-            yield CommGroup(next(strings), members, next(strings), bool(row.flags & PAIR))
+            runs, end = self.data[runs_at : runs_at + row.runs * RUN.size], at + row.key + row.name
+            declared = self.data[at:end] + runs + bytes((row.flags & PAIR,))
+            if declared not in known:
+                key, name = _strings(self.data, at, (row.key, row.name))
+                members = tuple(
+                    first + stride * place
+                    for first, stride, count in RUN.iter_unpack(runs)
+                    for place in range(count)
+                )
+                known[declared] = CommGroup(key, members, name, bool(row.flags & PAIR), row.timeout or None)
+            yield known[declared]
+            runs_at, at = runs_at + row.runs * RUN.size, end
 
-    def _progress(self) -> Progress:
-        header, flags, data = self.header, self.header.flags, self.data
-        _, operations_at, runs_at, phrases_at, strings_at, _ = self.starts
-        rows, phrases = list(self.rows()), list(PHRASE.iter_unpack(data[phrases_at:strings_at]))
-        lengths = [length for row in rows for length in (row.key, row.name)]
-        strings = list(_strings(data, strings_at, [*lengths, *(length for _, length in phrases)]))
-        keys, texts, splits = (
-            strings[: len(lengths) : 2],
-            strings[len(lengths) :],
-            self.rest.get("splits", {}),
+    def _progress(self, rows: Sequence[Row], groups: Sequence[CommGroup]) -> Progress:
+        header, flags = self.header, self.header.flags
+        return Progress(
+            rank=header.rank,
+            step=header.step,
+            operation=header.operation,
+            phase=PHASES[flags >> PHASE & 15],
+            issued={group.key: row.issued for group, row in zip(groups, rows, strict=True)},
+            recent=_PostedWindow(self, rows, groups),
+            at_communication=bool(flags & FLAGS["at_communication"]),
+            silent_seconds=header.silent_seconds,
+            device_step=None if header.device_step < 0 else header.device_step,
+            entered={
+                group.key: row.entered for group, row in zip(groups, rows, strict=True) if row.entered >= 0
+            },
+            device_busy=MAYBE[flags >> BUSY & 3],
+            captured=header.captured,
         )
-        recent: list[tuple[int, IssuedOp]] = []
-        packed = OPERATION.iter_unpack(data[operations_at:runs_at])
-        for row, key in zip(rows, keys, strict=True):
-            for _ in range(row.operations):
-                digest, age, order, phrase = next(packed)
+
+
+class _PostedWindow(Window):
+    """The operations of a post. The last one of each group is read at once, all of them when it must be."""
+
+    def __init__(self, post: Post, rows: Sequence[Row], groups: Sequence[CommGroup]) -> None:
+        self._post, self._rows, self._groups = post, rows, groups
+
+    def _last(self) -> Iterator[tuple[str, int, int, int]]:
+        """Yield key, number, digest and place of the last operation of each group."""
+        at = self._post.starts[1]
+        for group, row in zip(self._groups, self._rows, strict=True):
+            at += row.operations * OPERATION.size
+            if row.operations:
+                digest, age, order, _ = OPERATION.unpack_from(self._post.data, at - OPERATION.size)
+                yield group.key, row.issued - age, digest, order
+
+    @cached_property
+    def newest(self) -> tuple[str, int] | None:
+        *_, last = (None, *sorted(self._last(), key=itemgetter(3)))
+        return None if last is None else last[:2]
+
+    @cached_property
+    def digests(self) -> Mapping[str, int]:
+        return {key: digest for key, _, digest, _ in self._last()}
+
+    @cached_property
+    def last_numbers(self) -> Mapping[str, int]:
+        return {key: number for key, number, _, _ in self._last()}
+
+    def has_splits(self, group: str) -> bool:
+        return any(
+            row.flags & SPLITS
+            for each, row in zip(self._groups, self._rows, strict=True)
+            if each.key == group
+        )
+
+    @cached_property
+    def _operations(self) -> Sequence[IssuedOp]:  # type: ignore[override]
+        data, (_, operations_at, runs_at, phrases_at, strings_at, _) = self._post.data, self._post.starts
+        phrases = [*PHRASE.iter_unpack(data[phrases_at:strings_at])]
+        texts_at = strings_at + sum(row.key + row.name for row in self._rows)
+        texts = [*_strings(data, texts_at, [length for _, length in phrases])]
+        splits = self._post.rest.get("splits", {})
+        packed, found = OPERATION.iter_unpack(data[operations_at:runs_at]), list[tuple[int, IssuedOp]]()
+        for row, group in zip(self._rows, self._groups, strict=True):
+            for digest, age, order, phrase in islice(packed, row.operations):
                 sends, receives = splits.get(str(order), (None, None))
                 issued = IssuedOp(
-                    line=key,
+                    group=group.key,
                     number=row.issued - age,
                     fingerprint=phrases[phrase][0],
                     digest=digest,
@@ -245,21 +306,8 @@ class Post:
                     sends=None if sends is None else tuple(sends),
                     receives=None if receives is None else tuple(receives),
                 )
-                recent.append((order, issued))
-        return Progress(
-            rank=header.rank,
-            step=header.step,
-            operation=header.operation,
-            phase=PHASES[flags >> PHASE & 15],
-            issued={key: row.issued for key, row in zip(keys, rows, strict=True)},
-            recent=tuple(issued for _, issued in sorted(recent, key=lambda each: each[0])),
-            at_communication=bool(flags & FLAGS["at_communication"]),
-            silent_seconds=header.silent_seconds,
-            device_step=None if header.device_step < 0 else header.device_step,
-            entered={key: row.entered for key, row in zip(keys, rows, strict=True) if row.entered >= 0},
-            device_busy=MAYBE[flags >> BUSY & 3],
-            captured=header.captured,
-        )
+                found.append((order, issued))
+        return [issued for _, issued in sorted(found, key=itemgetter(0))]
 
 
 def _check(post: Post, size: int) -> None:
@@ -281,7 +329,9 @@ def _check(post: Post, size: int) -> None:
         raise ValueError(f"not a post: {header}")
     operations = runs = strings = counted = 0
     hashes = set()
-    for key_hash, issued, _, of_row, its_runs, key, name, _ in ROW.iter_unpack(data[rows_at:operations_at]):
+    for key_hash, issued, _, of_row, its_runs, key, name, _, _ in ROW.iter_unpack(
+        data[rows_at:operations_at]
+    ):
         operations, runs, strings = operations + of_row, runs + its_runs, strings + key + name
         hashes.add(key_hash)
         counted |= issued
@@ -314,12 +364,15 @@ def _check_members(runs: bytes, rows: int, size: int) -> None:
 
 
 def _check_rest(rest: Mapping[str, Any], rank: int) -> None:
-    if not rest.keys() <= {"stalled", "operations", "phase_seconds", "splits"}:
+    if not rest.keys() <= {"stalled", "operations", "phase_seconds", "splits", "ended"}:
         raise ValueError(f"unknown keys: {rest.keys()!r:.80}")
     if "stalled" in rest and Progress.from_json(rest["stalled"]).rank != rank:
         raise ValueError(f"rank {rank} reports for another one")
     if not isinstance(rest.get("operations", {}), dict):
         raise ValueError("operations of a Flight Recorder are an object")
+    how, status = rest.get("ended", ("unknown", None))
+    if how not in get_args(How) or not (status is None or type(status) is int):
+        raise ValueError(f"a trainer ended {how!r:.40} with status {status!r:.40}")
     for name, seconds in rest.get("phase_seconds", {}).items():
         if Phase(name) and type(seconds) not in (int, float):
             raise ValueError(f"{name} takes {seconds!r:.40}")

@@ -6,10 +6,9 @@ import json
 import math
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import Any
 
-from torchscout.decision.progress import CommGroup, IssuedOp
+from torchscout.decision.progress import CommGroup, IssuedOp, RankReport
 from torchscout.observer.record.layout import LINES, PLACES, runs_of
 from torchscout.observer.rounds.post import (
     BUSY,
@@ -33,7 +32,6 @@ from torchscout.observer.rounds.post import (
     Row,
     hash_of,
 )
-from torchscout.observer.rounds.rank_report import RankReport
 
 __all__ = ["post_of"]
 
@@ -48,12 +46,12 @@ def post_of(report: RankReport, number: int = 0, kind: str = "report") -> bytes:
     """Return the bytes of a report in round ``number``."""
     if type(number) is not int or not 0 <= number < 1 << 64:
         raise ValueError(f"not the number of a round: {number!r:.40}")
-    status, progress = report.status, report.status.progress
+    progress = report.progress
     body = _Body(report)
     header = Header(
         kind=1 + KINDS.index(kind),
         round=number,
-        rank=status.rank,
+        rank=report.rank,
         flags=_flags_of(report),
         gone_seconds=math.nan if report.gone_seconds is None else report.gone_seconds,
         step=0 if progress is None else progress.step,
@@ -76,9 +74,9 @@ def post_of(report: RankReport, number: int = 0, kind: str = "report") -> bytes:
 
 
 def _flags_of(report: RankReport) -> int:
-    status, progress = report.status, report.status.progress
+    progress = report.progress
     flags = sum(FLAGS[name] for name in PLAIN if getattr(report, name))
-    flags |= MAYBE.index(status.waiting) << WAITING | PROCESSES.index(status.process) << PROCESS
+    flags |= MAYBE.index(report.waiting) << WAITING | PROCESSES.index(report.process) << PROCESS
     if progress is not None:
         flags |= FLAGS["has_progress"] | FLAGS["at_communication"] * progress.at_communication
         flags |= MAYBE.index(progress.device_busy) << BUSY | PHASES.index(progress.phase) << PHASE
@@ -102,7 +100,7 @@ class _Body:
     """The parts of a post that follow its header."""
 
     def __init__(self, report: RankReport) -> None:
-        progress = report.status.progress
+        progress = report.progress
         self.rows: list[Row] = []
         self.runs: list[tuple[int, int, int]] = []
         self.operations: list[bytes] = []
@@ -112,8 +110,8 @@ class _Body:
         recent = defaultdict[str, list[tuple[int, IssuedOp]]](list)
         # The newest first, because they matter most if there is no room for all.
         for order, each in reversed([*enumerate(() if progress is None else progress.recent)][-PLACES:]):
-            recent[each.line].append((order, each))
-        lines = {line.key: line for line in report.lines}
+            recent[each.group].append((order, each))
+        lines = {line.key: line for line in report.groups}
         for key in {**lines, **issued, **entered, **recent}:
             lines.setdefault(key, CommGroup(key, (), ""))
         codes: dict[tuple[int, str], int] = {}
@@ -136,6 +134,7 @@ class _Body:
                 len(name),
                 PAIR * line.pair
                 + SPLITS * any(each.sends is not None for _, each in recent.get(line.key, ())),
+                line.timeout or 0.0,
             )
             self.rows.append(row)
             self.operations += shown
@@ -162,9 +161,11 @@ def _packed(
 
 
 def _rest_of(report: RankReport) -> bytes:
-    progress, rest = report.status.progress, {}
+    progress, rest = report.progress, {}
     if report.stalled is not None:
-        rest["stalled"] = asdict(report.stalled)
+        rest["stalled"] = report.stalled.to_json()
+    if report.how is not None:
+        rest["ended"] = report.how, report.wait_status
     if report.operations is not None:
         rest["operations"] = dict(report.operations)
     if report.phase_seconds:
@@ -180,7 +181,7 @@ def _splits_of(recent: Sequence[IssuedOp]) -> dict[str, Any]:
         if each.sends is None and each.receives is None:
             continue
         room -= 3 * (len(each.sends or ()) + len(each.receives or ()))
-        if each.line not in seen or room >= 0:
+        if each.group not in seen or room >= 0:
             found[str(order)] = each.sends, each.receives
-        seen.add(each.line)
+        seen.add(each.group)
     return found

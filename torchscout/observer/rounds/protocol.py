@@ -20,7 +20,7 @@ import zmq
 
 from torchscout.observer.rounds.post import KINDS, MISTAKES
 from torchscout.observer.rounds.post_writer import post_of
-from torchscout.observer.rounds.rank_report import RankReport
+from torchscout.decision.progress import RankReport
 from torchscout.utils.listener import Limits, Listener
 from torchscout.utils.network import Address, CurveSockets, read_json
 from torchscout.utils.network import encode as as_json

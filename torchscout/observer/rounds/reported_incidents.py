@@ -6,26 +6,19 @@ failures: a job that hangs is eventually killed, rank by rank.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from torchscout.decision.progress import Process
-from torchscout.decision.types import Incident, Resolved
-from torchscout.observer.rounds.post import Post
-from torchscout.observer.rounds.rank_report import RankReport
-from torchscout.observer.rounds.reports import Reports
+from torchscout.decision.progress import Process, RankReport
+from torchscout.decision.types import Incident, Manifestation, Resolved, Scope
 from torchscout.utils.packed_lists import pack, unpack
 from torchscout.utils.text import named, sentences
 
-__all__ = ["Finding", "ReportedIncidents", "after_timeout"]
+__all__ = ["Finding", "ReportedIncidents"]
 
-
-def after_timeout(incident: Incident, ended: list[int]) -> Incident:
-    """Return the incident with the consequence that these trainers were ended for waiting too long."""
-    trainers = f"the trainer{'s' if len(ended) > 1 else ''} of {named(ended)}"
-    consequence = sentences(f"{trainers} ended after waiting for too long")
-    return replace(incident, sentence=f"{incident.sentence} {consequence}")
+_PROTOCOL = ("fingerprint/", "digest/", "splits/")
+"""How the surfaces begin that show members issuing different operations; see ``decision.divergence``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +32,7 @@ class Finding:
     ranks: tuple[int, ...]
     sentence: str
     job_ended: bool
-    """Whether any trainer is gone, so that the job cannot continue."""
+    """Whether a trainer has ended, so that the job cannot continue."""
 
     @classmethod
     def of(cls, incident: Incident, reports: Mapping[int, RankReport]) -> Finding:
@@ -49,7 +42,7 @@ class Finding:
             step=incident.step,
             ranks=incident.ranks,
             sentence=incident.sentence,
-            job_ended=bool(Reports.of(reports).ended),
+            job_ended=bool(_ended(reports)),
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -67,26 +60,53 @@ class Finding:
         return finding
 
     def says_the_same_as(self, other: Finding) -> bool:
-        """Return whether both name the same; they may differ in seconds and evidence."""
+        """Return whether both name the same; they may differ in seconds and evidence.
+
+        Members of one group that differ are named once, also if a majority has come to them since.
+        """
+        if self.surface == other.surface and self.surface.startswith(_PROTOCOL):
+            return self.step == other.step and (
+                {*self.ranks} <= {*other.ranks} or {*self.ranks} >= {*other.ranks}
+            )
         mine = (self.scope, self.surface, self.step, self.ranks)
         return mine == (other.scope, other.surface, other.step, other.ranks)
 
 
+def _ended(reports: Mapping[int, RankReport]) -> list[int]:
+    return sorted(rank for rank, each in reports.items() if each.process is Process.GONE)
+
+
+@dataclass(slots=True)
+class _Open:
+    """A finding that is not over."""
+
+    finding: Finding
+    is_own: bool
+    """Whether this hub has reported it."""
+    still: set[int] = field(default_factory=set)
+    """Its ranks that have not moved since."""
+    stalled_seconds: float = 0.0
+
+
 class ReportedIncidents:
-    """What one hub knows of the current finding, if there is one."""
+    """What one hub knows of the findings that are not over."""
 
     def __init__(self) -> None:
-        self.finding: Finding | None = None
-        self._is_own = True
+        self._open: list[_Open] = []
+        """The latest last."""
         self._last: Incident | None = None
-        """The last incident that this hub reported, current or not."""
-        self._resolving: Finding | None = None
-        """The finding that ``_still`` belongs to."""
-        self._still: set[int] = set()
-        """Its ranks that have not moved since."""
-        self._stalled_seconds = 0.0
+        """The last incident that this hub reported, open or not."""
         self._job_ended = False
         """Once a trainer is gone, nothing can be resolved: a rank that moves again finds its peers gone."""
+
+    @property
+    def findings(self) -> list[Finding]:
+        """The findings that are not over, the latest last."""
+        return [each.finding for each in self._open]
+
+    @property
+    def job_ended(self) -> bool:
+        return any(each.finding.job_ended for each in self._open)
 
     def traced(self, incident: Incident, reports: Mapping[int, RankReport]) -> Incident | None:
         """Return the incident, or the earlier one that has caused it; None if that adds nothing new.
@@ -95,76 +115,93 @@ class ReportedIncidents:
         or by an exception, some time later. Until then it may continue, stop, or leave out operations.
         """
         cause, ranks = self._last, set(incident.ranks)
-        if cause is None or ranks <= set(cause.ranks):
+        if cause is None or cause.manifestation is Manifestation.CRASH or ranks <= set(cause.ranks):
             return incident
-        posted = Reports.of(reports)
-        if not all(rank in posted and posted.says(rank, "has_timed_out") for rank in ranks):
+        if not all(rank in reports and reports[rank].has_timed_out for rank in ranks):
             return incident
-        gone = posted.ended
-        return after_timeout(cause, gone) if gone else None
+        if not (gone := _ended(reports)):
+            return None
+        trainers = f"the trainer{'s' if len(gone) > 1 else ''} of {named(gone)}"
+        consequence = sentences(f"{trainers} ended after waiting for too long")
+        return replace(cause, sentence=f"{cause.sentence} {consequence}")
 
     def report(self, incident: Incident, reports: Mapping[int, RankReport]) -> bool:
-        """Make the incident the current finding; return whether it is new."""
-        is_new = self.enter(Finding.of(incident, reports))
+        """Note the incident; return whether it is new."""
+        # Launchers end what is left of a job with SIGKILL, but not a single trainer.
+        ended = {reports[rank].how for rank in incident.ranks if rank in reports}
+        is_kill = incident.manifestation is Manifestation.CRASH and ended == {"killed"}
+        is_kill &= incident.scope is not Scope.JOB
+        is_new = self.enter(Finding.of(incident, reports), is_cause=is_kill)
         if is_new:
-            self._last, self._stalled_seconds = incident, Reports.of(reports).silent_seconds
+            progresses = (each.progress for each in reports.values())
+            silences = (each.silent_seconds for each in progresses if each is not None)
+            self._last, self._open[-1].stalled_seconds = incident, max(silences, default=0.0)
         return is_new
 
-    def enter(self, finding: Finding) -> bool:
-        """Make it the current finding if it is new; return whether it is."""
-        current = self.finding
-        if current is not None:
-            # A trainer that ends after the job has stopped was ended because of that.
-            self._job_ended |= current.job_ended or finding.job_ended
-            if self._job_ended or finding.says_the_same_as(current):
-                return False
-        self._set(finding, is_own=True)
+    def enter(self, finding: Finding, *, is_cause: bool = False) -> bool:
+        """Note the finding if it is new; return whether it is.
+
+        A trainer that ends after the job has stopped was ended because of that, unless it ``is_cause`` enough.
+        """
+        if self._open and finding.job_ended and (self._job_ended or not is_cause):
+            self._job_ended = True
+            return False
+        if any(finding.says_the_same_as(each) for each in self.findings):
+            return False
+        self._add(finding, is_own=True)
         return True
 
-    def adopt(self, finding: Finding | None) -> None:
-        """Take over the current finding of another hub."""
-        if finding is None:
-            self.finding = self.finding if self._is_own else None
-        elif self.finding is None or not finding.says_the_same_as(self.finding):
-            self._set(finding, is_own=False)
+    def adopt(self, findings: Iterable[Finding]) -> None:
+        """Take over the open findings of another hub."""
+        known = list(findings)
+        self._open = [each for each in self._open if each.is_own or each.finding in known]
+        for finding in known:
+            if not any(finding.says_the_same_as(each) for each in self.findings):
+                self._add(finding, is_own=False)
 
-    def moved(self, rank: int, stalled_seconds: float, named_by: Finding | None = None) -> Resolved | None:
-        """Note that a rank moves again. Return the end of the incident once all ranks that it names do.
+    def moved(self, rank: int, stalled_seconds: float, named_by: Iterable[Finding] = ()) -> list[Resolved]:
+        """Note that a rank moves again. Return the ends of the incidents whose ranks have all moved.
 
-        ``named_by`` is the finding as the rank's observer knows it. It counts if there is none here, because
-        the hub that reported it is lost.
+        ``named_by`` are the findings as the rank's observer knows them. They count if there is none here,
+        because the hub that reported them is lost.
         """
-        finding = self.finding or named_by
-        if finding is None or finding.job_ended or (self.finding is not None and self._job_ended):
-            return None
-        if self._resolving is None or not finding.says_the_same_as(self._resolving):
-            self._start_resolving(finding)
-        if rank not in self._still:
-            return None
-        self._still.discard(rank)
-        self._stalled_seconds = max(self._stalled_seconds, stalled_seconds)
-        if self._still:
-            return None
-        self.finding = self._resolving = None
-        return Resolved(
-            step=finding.step,
-            ranks=finding.ranks,
-            sentence=finding.sentence,
-            stalled_seconds=self._stalled_seconds,
-        )
+        if not self._open:
+            for finding in named_by:
+                self._add(finding, is_own=False)
+        if self._job_ended or self.job_ended:
+            return []
+        over = []
+        for each in [*self._open]:
+            if rank not in each.still:
+                continue
+            each.still.discard(rank)
+            each.stalled_seconds = max(each.stalled_seconds, stalled_seconds)
+            if not each.still:
+                self._open.remove(each)
+                over.append(each)
+        return [
+            Resolved(
+                step=each.finding.step,
+                ranks=each.finding.ranks,
+                sentence=each.finding.sentence,
+                stalled_seconds=each.stalled_seconds,
+            )
+            for each in over
+        ]
 
-    def left(self, rank: int, last: Post) -> Resolved | None:
+    def left(self, report: RankReport) -> list[Resolved]:
         """As ``moved``, for a rank that went on and whose observer leaves with this last report: it may have
         left before it knew that the rank was named."""
-        finding = self.finding
-        if finding is None or not self._is_own:
-            return None
-        goes_on = last.process is Process.RUNNING and last.header.step > finding.step
-        return self.moved(rank, 0.0) if goes_on else None
+        progress = report.progress
+        own = [each.finding.step for each in self._open if each.is_own]
+        if (
+            progress is None
+            or report.process is not Process.RUNNING
+            or progress.step <= max(own, default=progress.step)
+        ):
+            return []
+        return self.moved(report.rank, 0.0)
 
-    def _set(self, finding: Finding, *, is_own: bool) -> None:
-        self.finding, self._is_own, self._job_ended = finding, is_own, finding.job_ended
-        self._start_resolving(finding)
-
-    def _start_resolving(self, finding: Finding) -> None:
-        self._resolving, self._still, self._stalled_seconds = finding, set(finding.ranks), 0.0
+    def _add(self, finding: Finding, *, is_own: bool) -> None:
+        self._job_ended |= finding.job_ended
+        self._open.append(_Open(finding, is_own, set(finding.ranks)))
