@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 import zmq
+from torchscout.observer.rounds.rank_report import RankReport
 
 from tests.support.mutation import bytes_mutant, text_mutant, tried
 from tests.support.replica_ranks import identity, seal, sealed_pieces
@@ -38,7 +39,6 @@ from torchscout.observer.rounds import protocol
 from torchscout.observer.rounds.hub import Hub
 from torchscout.observer.rounds.post import HEADER, Post
 from torchscout.observer.rounds.post_writer import post_of
-from torchscout.observer.rounds.rank_report import RankReport
 from torchscout.observer.rounds.reported_incidents import Finding
 from torchscout.observer.spec import ObserverSpec, describe_mesh
 from torchscout.observer.trainer import TrainerView

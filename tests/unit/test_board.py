@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import zmq
+from torchscout.observer.rounds.rank_report import RankReport
 
 from tests.support.incidents import incident_from
 from tests.support.small_job import until
@@ -25,7 +26,6 @@ from torchscout.observer.rounds import hub
 from torchscout.observer.rounds.hub import Hub
 from torchscout.observer.rounds.post_writer import post_of
 from torchscout.observer.rounds.protocol import LIMIT, Client, Message, Tally, connect, decode, encode
-from torchscout.observer.rounds.rank_report import RankReport
 from torchscout.observer.rounds.reported_incidents import Finding
 from torchscout.utils import network
 from torchscout.utils.packed_lists import unpack

@@ -10,21 +10,21 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from torchscout.decision.hang.diagnosis import diagnose, explain
+from torchscout.decision.hang.evidence import HangEvidence, Members
+from torchscout.decision.hang.table import NOTHING, Rows, ordered, table_of
+from torchscout.decision.hang.wait_graph import WaitGraph
+from torchscout.observer.rounds.rank_report import RankReport
+from torchscout.observer.rounds.reports import Reports
 
 from tests.scenarios.paper import BARRIER, Job, pipeline_programs, replicas
 from tests.scenarios.test_whole_programs import LAYOUTS
 from tests.scenarios.today import rounds
 from torchscout.decision.hang import evidence as evidence_module
-from torchscout.decision.hang.diagnosis import diagnose, explain
-from torchscout.decision.hang.evidence import HangEvidence, Members
-from torchscout.decision.hang.table import NOTHING, Rows, ordered, table_of
-from torchscout.decision.hang.wait_graph import WaitGraph
 from torchscout.decision.progress import CommGroup, Process, RankStatus
 from torchscout.mesh import Mesh
 from torchscout.observer.rounds import columns as round_columns
 from torchscout.observer.rounds.post import Post
-from torchscout.observer.rounds.rank_report import RankReport
-from torchscout.observer.rounds.reports import Reports
 
 SEEDS = range(24)
 

@@ -9,14 +9,14 @@ import json
 from dataclasses import replace
 
 import pytest
+from torchscout.decision.hang.diagnosis import diagnose
+from torchscout.observer.rounds.diagnosis import conclude
 
 from tests.scenarios.paper import ALL_GATHER, ALL_TO_ALL, BARRIER, Job, one_each, replicas
 from tests.scenarios.today import rounds
-from torchscout.decision.hang.diagnosis import diagnose
 from torchscout.decision.progress import Process, RankStatus
 from torchscout.decision.types import Incident, Manifestation, from_json
 from torchscout.mesh import Mesh
-from torchscout.observer.rounds.diagnosis import conclude
 
 SPLITS = [[0, 7, 1, 3], [9, 9, 0, 0], [1, 2, 3, 4], [5, 0, 0, 5]]
 

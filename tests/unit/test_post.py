@@ -6,12 +6,12 @@ import random
 from dataclasses import replace
 
 import pytest
+from torchscout.observer.rounds.rank_report import RankReport
 
 from tests.unit.test_columns import some_job
 from torchscout.decision.progress import CommGroup, IssuedOp, Phase, Process, Progress, RankStatus
 from torchscout.observer.rounds.post import HEADER, MISTAKES, ROW, RUN, Header, Post, Row
 from torchscout.observer.rounds.post_writer import post_of
-from torchscout.observer.rounds.rank_report import RankReport
 from torchscout.simulate.hangs import Hangs
 from torchscout.simulate.job import Job
 from torchscout.simulate.layouts import layout_of

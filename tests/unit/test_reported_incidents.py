@@ -9,12 +9,12 @@ import json
 from dataclasses import replace
 
 import pytest
+from torchscout.observer.rounds.rank_report import RankReport
 
 from tests.support.incidents import incident_from
 from torchscout.decision.consensus import exact
 from torchscout.decision.progress import Process, RankStatus
 from torchscout.decision.types import EvidenceRecord, Incident, Manifestation, Resolved
-from torchscout.observer.rounds.rank_report import RankReport
 from torchscout.observer.rounds.reported_incidents import Finding, ReportedIncidents
 
 LATE = Finding("rank", "issued/world", 3, (2,), "rank 2 is late since 6 s", job_ended=False)

@@ -115,7 +115,7 @@ def _digests(shown: Mapping[int, IssuedOp]) -> dict[int, int]:
 
 
 def _vote(group: CommGroup, values: Mapping[int, Hashable]) -> Verdict:
-    """Compare what members show. A majority is one of all members: those that have not come yet may join any."""
+    """Compare what members show. A majority is one of all members: who has not come yet may join any."""
     evidence = tuple(values.values())
     (majority, count), *others = Counter(evidence).most_common()
     if not others:

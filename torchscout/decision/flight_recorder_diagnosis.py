@@ -11,9 +11,9 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from torchscout.decision.hang.diagnosis import diagnose
 from torchscout.decision.flight_recorder import Dump, State
 from torchscout.decision.flight_recorder_lines import Operation, Recording, recording
+from torchscout.decision.hang.diagnosis import diagnose
 from torchscout.decision.progress import IssuedOp, Phase, Process, Progress, RankStatus
 from torchscout.decision.types import Incident, Scope
 from torchscout.mesh import Mesh

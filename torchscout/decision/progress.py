@@ -17,8 +17,8 @@ from typing import Any, Literal
 __all__ = ["CommGroup", "How", "IssuedOp", "Phase", "Process", "Progress", "RankReport", "Window"]
 
 How = Literal["killed", "failed", "asked", "unknown"]
-"""How a trainer ended early: by SIGKILL, by an error or another signal, by a request such as SIGTERM, or nobody
-knows, because another process has already taken its exit status."""
+"""How a trainer ended early: by SIGKILL, by an error or another signal, by a request such as SIGTERM, or
+nobody knows, because another process has already taken its exit status."""
 
 
 class Phase(str, Enum):

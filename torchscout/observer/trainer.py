@@ -252,7 +252,7 @@ class TrainerView:
         """Return what to report in a round, except the stacks."""
         has_ended, seen_at = self.ending is not None, now if self._gone_since is None else self._gone_since
         progress = self._read()
-        # Whoever has finished is not gone, which means failed to a diagnosis: nothing is wrong unless a peer waits.
+        # To a diagnosis, gone means failed; nothing is wrong with a trainer that has finished.
         has_finished = self.ending is Ending.FINISHED
         running = Process.RUNNING if has_finished else self.reader.trainer()
         return RankReport(

@@ -14,8 +14,8 @@ by ``sample``. It collects no stacks and has no outcome, since the job goes on. 
 
 ``present`` needs no answer: it shows who is connected. ``leave`` is the last message of an observer, with its
 last report, and ``moved`` says that a rank that was named goes on. Between rounds nothing is sent. No round
-waits beyond its deadline. An absence counts once it is confirmed in a second round, which begins 3 s after the
-first: by then an observer that died has been started again.
+waits beyond its deadline. An absence counts once it is confirmed in a second round, which begins 3 s after
+the first: by then an observer that died has been started again.
 
 The standby is an equal hub that is only asked when the first one does not answer. Further hubs are elected
 when neither answers; see ``Election``. In a large job, messages travel through relays; see ``relay``.

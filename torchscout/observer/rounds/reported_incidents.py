@@ -141,7 +141,7 @@ class ReportedIncidents:
     def enter(self, finding: Finding, *, is_cause: bool = False) -> bool:
         """Note the finding if it is new; return whether it is.
 
-        A trainer that ends after the job has stopped was ended because of that, unless it ``is_cause`` enough.
+        A trainer that ends after the job has stopped was ended because of that, unless it ``is_cause``.
         """
         if self._open and finding.job_ended and (self._job_ended or not is_cause):
             self._job_ended = True
