@@ -248,7 +248,7 @@ class RankReport:
         """How its process ended, in words."""
         status = self.wait_status
         if self.how is None or (status is None and self.how == "unknown"):
-            return "has ended, it is not known how"
+            return "has ended in an unknown way"
         if status is None:
             return "failed" if self.how == "failed" else "was terminated"
         if number := status & 0x7F:
