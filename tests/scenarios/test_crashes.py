@@ -194,17 +194,6 @@ ROWS = [
         must_come=[crash([1], "rank", "restart")],
     ),
     Row(
-        "a rank fails inside an operation that a living one has not entered, and then another one fails",
-        given=replicas()
-        .enter("world", 0, 1)
-        .work("forward", 2, 3)
-        .end("failed", 1)
-        .seconds(1)
-        .end("failed", 3)
-        .ask(0.5),
-        must_come=[crash([1], "rank", "restart")],
-    ),
-    Row(
         "over NCCL, a timeout aborts what two ranks wait for, their devices go on, and then they are ended",
         given=with_a_timeout_of(60)
         .devices_follow(*EVERYBODY)
