@@ -141,7 +141,7 @@ class ProgressWriter:
             if index is not None:
                 return index
             if len(self._phrases) == _MAX_PHRASES or not self._memory.append(phrase_text(text)):
-                return self._drop() - fingerprint
+                return NOWHERE - fingerprint
             self._fingerprints.append(fingerprint)
             return self._phrases.setdefault(fingerprint, len(self._phrases))
 
