@@ -84,9 +84,7 @@ def test_a_window_knows_the_last_operation_of_each_group():
     ],
     ids=str,
 )
-def test_the_operation_that_a_rank_seems_to_be_in(
-    changes: dict[str, Any], inside: tuple[str, int] | None
-):
+def test_the_operation_that_a_rank_seems_to_be_in(changes: dict[str, Any], inside: tuple[str, int] | None):
     assert replace(PROGRESS, **changes).inside == inside
 
 
