@@ -14,8 +14,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from tests.support.flight_recorder import Recorders, write_json, write_pickles
-from torchscout.cli.explain import dump_files
-from torchscout.cli.explain.dump_files import PickleRefusedError, load
+from torchscout.cli import explain
 from torchscout.cli.main import app
 
 
