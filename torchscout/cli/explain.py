@@ -172,8 +172,10 @@ def _world_size(read: Sequence[_File], dumps: Sequence[Dump], given: int | None)
         shown = ", ".join(f"rank {rank} is one of {size}" for size, rank in sorted(recorded.items()))
         raise ValueError(f"these dumps are of different jobs: {shown}; give the dumps of one job")
     known = max(max((dump.rank, *map(max, dump.groups.values()))) for dump in dumps)
-    guess = max([known, *(each.rank for each in read if each.rank is not None)]) + 1
-    size = given or next(iter(recorded), guess)
+    # A file that is named like the dumps is one, even if it cannot be read.
+    alike = {re.sub(r"\d", "", each.path.name) for each in read if each.dump is not None}
+    ranks = [each.rank or 0 for each in read if re.sub(r"\d", "", each.path.name) in alike]
+    size = given or next(iter(recorded), max(known, *ranks) + 1)
     if known >= size or size > _MOST_RANKS:
         raise ValueError(
             f"these dumps are not of one job of {size} ranks: they are from, or mention, rank {known}; "
