@@ -151,18 +151,22 @@ def _limited_memory(more: int) -> Iterator[None]:
 
 def _dumps(read: Sequence[_File]) -> list[Dump]:
     """Return the dumps in the order of their ranks; other files may lie among them."""
-    found: dict[int, _File] = {}
-    for each in (each for each in read if each.dump is not None and each.rank is not None):
-        if (other := found.setdefault(each.rank, each)) is not each:
+    found: dict[int, Dump] = {}
+    paths: dict[int, Path] = {}
+    for path, _, dump, _ in read:
+        if dump is None:
+            continue
+        if dump.rank in found:
             raise ValueError(
-                f"{other.path} and {each.path} are both of rank {each.rank}: give one dump of each rank, "
+                f"{paths[dump.rank]} and {path} are both of rank {dump.rank}: give one dump of each rank, "
                 "all taken at the same time, or give --rank-pattern to find the rank in the name"
             )
+        found[dump.rank], paths[dump.rank] = dump, path
     if not found:
         shown = "".join(f"\n  {each.path}: {each.problem}" for each in read[:_SHOWN_FILES])
         more = f"\n  and {len(read) - _SHOWN_FILES} more" if len(read) > _SHOWN_FILES else ""
         raise ValueError(f"none of these files is a readable dump of the Flight Recorder:{shown}{more}")
-    return [each.dump for _, each in sorted(found.items()) if each.dump is not None]
+    return [found[rank] for rank in sorted(found)]
 
 
 def _world_size(read: Sequence[_File], dumps: Sequence[Dump], given: int | None) -> tuple[int, bool]:
