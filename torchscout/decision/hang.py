@@ -116,6 +116,7 @@ class _Case:
         self.gone = {rank for rank, each in observed.reports.items() if each.gone_seconds is not None}
         """Ranks whose trainers ended early."""
         self._moves = any(each.moving for each in observed.reports.values())
+        self._ends_soon = any(each.near_timeout for each in observed.reports.values())
 
     def timed_out(self) -> list[Incident]:
         """Return who was waited for, if trainers ended because they had waited too long."""
@@ -351,7 +352,7 @@ class _Case:
     def _is_excused(self, ranks: Iterable[int]) -> bool:
         """Whether all of ``ranks`` move or are within their allowance, and nobody is about to be ended."""
         reports = [self._reports.get(rank) for rank in ranks]
-        if any(each.near_timeout for each in self._reports.values()):
+        if self._ends_soon:
             return all(each is not None and each.moving for each in reports)
         return all(each is not None and (each.excused or each.moving) for each in reports)
 
