@@ -189,7 +189,9 @@ class Hangs:
 
     # Each of these draws a fault.
 
-    def _stall(self, setting: _Setting, *, most: int = 1, late_hosts: bool = True, who: Iterable[int] = ()) -> _Draft:
+    def _stall(
+        self, setting: _Setting, *, most: int = 1, late_hosts: bool = True, who: Iterable[int] = ()
+    ) -> _Draft:
         count = min(self.job.size, int(setting.chance.integers(2, most + 1))) if most > 1 else 1
         ranks = [*who] or [int(each) for each in setting.chance.choice(self.job.size, count, replace=False)]
         standing = spread(self.job, Faults(stops={rank: self._slot(setting, rank)[0] for rank in ranks}))
@@ -217,7 +219,9 @@ class Hangs:
         ago = float(chance.uniform(0.2, 6))
         draft.ends[first] = _End(how, ago)
         if chance.random() < 0.5:
-            self._fail_with(draft, setting, "unknown" if how == "unknown" and chance.random() < 0.5 else "failed")
+            self._fail_with(
+                draft, setting, "unknown" if how == "unknown" and chance.random() < 0.5 else "failed"
+            )
         # Nothing but their clocks would tell trainers apart that were all asked to end.
         if chance.random() < 0.3 and not (draft.moving and how in ("asked", "unknown")):
             last = min(each.ago for each in draft.ends.values())
@@ -235,8 +239,12 @@ class Hangs:
             free = draft.standing.inside & np.isin(at, lines[lines >= 0])
             free[gone] = False
             found = ranks[free]
-            last = min((each.ago for each in draft.ends.values()), default=float(setting.chance.uniform(1, 6)))
-            for rank in setting.chance.permutation(found)[: int(setting.chance.integers(1, _AT_ONCE))].tolist():
+            last = min(
+                (each.ago for each in draft.ends.values()), default=float(setting.chance.uniform(1, 6))
+            )
+            for rank in setting.chance.permutation(found)[
+                : int(setting.chance.integers(1, _AT_ONCE))
+            ].tolist():
                 draft.ends[rank] = _End(how, last * float(setting.chance.uniform(0.3, 0.999)))
 
     def _lost(self, setting: _Setting, hosts: int) -> _Draft:

@@ -109,7 +109,9 @@ def layout_of(text: str, ranks: int | None = None) -> Layout:
 def drawn(chance: np.random.Generator) -> Layout:
     """Return a job of 2 to 36 ranks, most of whose groups have two or three members."""
     while True:
-        tensor, pipeline, data = (int(each) for each in chance.choice([1, 2, 3, 4], 3, p=[0.3, 0.3, 0.3, 0.1]))
+        tensor, pipeline, data = (
+            int(each) for each in chance.choice([1, 2, 3, 4], 3, p=[0.3, 0.3, 0.3, 0.1])
+        )
         if 2 <= tensor * pipeline * data <= 36:
             per_host = int(chance.choice([1, 2, 4, 8]))
             return Layout(SMALL, tensor, pipeline, data, per_host=per_host)

@@ -79,7 +79,9 @@ class Reporter:
             at_communication=at_communication and issued > 0,
             silent_seconds=0.1 if moving else silent_seconds,
             device_step=None if on_device is None else first_step + on_device.steps - 1,
-            entered={} if on_device is None else {**dict.fromkeys(_counted(rank, place), 0), **_counted(rank, on_device)},
+            entered={}
+            if on_device is None
+            else {**dict.fromkeys(_counted(rank, place), 0), **_counted(rank, on_device)},
             device_busy=None if on_device is None else busy,
         )
         groups = tuple([group for of_rank, _ in place.counts if (group := of_rank[rank]) is not None])
@@ -125,7 +127,11 @@ class _Window(Window):
 
     @cached_property
     def newest(self) -> tuple[str, int] | None:
-        return (_key(self._place.shown[-1], self._rank), self._place.shown[-1].number) if self._place.shown else None
+        return (
+            (_key(self._place.shown[-1], self._rank), self._place.shown[-1].number)
+            if self._place.shown
+            else None
+        )
 
     @cached_property
     def digests(self) -> Mapping[str, int]:

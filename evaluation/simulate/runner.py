@@ -56,7 +56,11 @@ class _Job:
     def __init__(self, layout: Layout) -> None:
         job = Job(layout)
         self._layout = layout
-        self._hangs, self._numbers, self._slowness = hangs.Hangs(job), numbers.Numbers(job), slowness.Slowness(job)
+        self._hangs, self._numbers, self._slowness = (
+            hangs.Hangs(job),
+            numbers.Numbers(job),
+            slowness.Slowness(job),
+        )
 
     def decided(self, index: int, family: str, chance: np.random.Generator) -> Decided:
         condition, scores, times = "clean", list[Score](), list[float]()

@@ -45,8 +45,8 @@ class Score:
 
 def score(truth: Truth, incidents: Sequence[Incident]) -> Score:
     """Score the incidents of one scenario: one wrong incident makes it wrong."""
-    if not truth.ranks and not truth.group:
-        return _wrong(truth, incidents[0]) if incidents else Score(Outcome.RIGHT)
+    if not incidents and not truth.ranks and not truth.group:
+        return Score(Outcome.RIGHT)
     if not incidents:
         return Score(Outcome.INCONCLUSIVE, sentence="nothing was reported")
     for incident in incidents:
@@ -68,6 +68,8 @@ def _is_precise(incident: Incident) -> bool:
 
 
 def _is_possible(truth: Truth, incident: Incident) -> bool:
+    if not truth.ranks | truth.group | truth.also:
+        return False  # nobody waits, not even for a lost machine
     named, faulty = set(incident.ranks), truth.ranks | truth.also | truth.lost
     if not _is_precise(incident):
         return incident.scope is Scope.JOB or bool(named & (faulty | truth.group))
@@ -78,5 +80,7 @@ def _is_possible(truth: Truth, incident: Incident) -> bool:
 def _wrong(truth: Truth, incident: Incident) -> Score:
     alone = _is_precise(incident) and len(incident.ranks) == 1
     return Score(
-        Outcome.WRONG, alone and incident.ranks[0] not in truth.ranks | truth.also | truth.lost, incident.sentence
+        Outcome.WRONG,
+        alone and incident.ranks[0] not in truth.ranks | truth.also | truth.lost,
+        incident.sentence,
     )

@@ -121,7 +121,7 @@ class _Case:
     def timed_out(self) -> list[Incident]:
         """Return who was waited for, if trainers ended because they had waited too long."""
         waited = {rank for rank in self.gone if _waited_too_long(self._reports[rank])}
-        if not waited:
+        if not waited or self._killed_elsewhere():
             return []
         case = _Case(
             replace(self._round, reports={rank: self._before(rank, waited) for rank in self._reports})
@@ -132,6 +132,11 @@ class _Case:
         trainers = f"the trainer{'s' if len(self.gone) > 1 else ''} of {named(sorted(self.gone))}"
         consequence = in_sentences(f"{trainers} ended after waiting for too long")
         return [replace(each, sentence=f"{each.sentence} {consequence}") for each in found]
+
+    def _killed_elsewhere(self) -> bool:
+        """Whether a trainer was killed that waited for nobody: others may have failed because of that."""
+        last, killed = self.evidence.last, [rank for rank in self.gone if self._reports[rank].how == "killed"]
+        return any((place := last[rank]) is None or not self.evidence.is_open(place) for rank in killed)
 
     def _before(self, rank: int, waited: Collection[int]) -> RankReport:
         """Return the report of ``rank`` as it would have been before those that had ``waited`` were ended."""
@@ -158,7 +163,10 @@ class _Case:
 
     def completed(self, incident: Incident) -> Incident:
         """Return the incident without a name if too few answered, with what was seen beside."""
-        if incident.action is Action.REPLACE and 2 * len(self._reports) < len(self._mesh):
+        is_of_absent = incident.action is Action.REPLACE or not self.evidence.unheard.isdisjoint(
+            incident.ranks
+        )
+        if is_of_absent and 2 * len(self._reports) < len(self._mesh):
             sentence = sentences.cut_off(len(self._reports), len(self._mesh))
             incident = self._undecided(
                 incident, Scope.JOB, tuple(range(len(self._mesh))), Action.INSPECT, sentence
@@ -205,11 +213,14 @@ class _Case:
     # Trainers that ended.
 
     def _ended(self) -> list[Incident]:
-        lost = sorted(rank for rank in self.graph.sources if rank in self.evidence.lost)
-        if lost:  # trainers elsewhere ended inside operations of theirs
-            return [self._lost(lost)]
         first = self._first_gone()
-        if group := self._left_by_absent(first):
+        # A launcher may ask trainers to end because of others that are not heard of.
+        are_asked = len(self.gone) > 1 and all(self._reports[rank].how == "asked" for rank in first)
+        lost = self.evidence.lost if are_asked else self.evidence.lost.intersection(self.graph.sources)
+        if lost:  # trainers elsewhere ended inside operations of theirs, or were asked to
+            return [self._lost(sorted(lost))]
+        unheard = self.evidence.unheard if are_asked else frozenset[int]()
+        if group := (self.gone | unheard) if unheard else self._left_by_absent(first):
             unheard = sorted(self.evidence.unheard & group)
             doubt = sentences.absent(unheard, self._round.absent, may_be_first=True)
             incident = self._crash(first)
@@ -225,16 +236,23 @@ class _Case:
         found = {rank for rank in self.gone if not self.graph.waits(rank)} or set(self.gone)
         killed = {rank for rank in found if reports[rank].how == "killed"}
         left = {self.evidence.groups[place[0]] for rank in killed if (place := last[rank]) is not None}
-        # Who lost a killed peer in the middle of an operation failed because of it.
+        # Who ended in the middle of an operation, and had lost a killed peer there or missed somebody, failed
+        # because of it.
         found -= {
             rank
             for rank in found - killed
-            if (place := last[rank]) is not None
+            if killed
+            and (place := last[rank]) is not None
             and (
-                self.evidence.groups[place[0]] in left
+                self.evidence.is_open(place)
+                or self.evidence.groups[place[0]] in left
                 or not killed.isdisjoint(self.evidence.groups[place[0]].members)
             )
         }
+        # A launcher asks the others to end once one has.
+        found = {
+            rank for rank in found if rank in killed or (reports[rank].how != "asked" and last[rank] is None)
+        } or found
         seconds = {rank: reports[rank].gone_seconds or 0.0 for rank in found}
         earliest = max(seconds.values())
         together = {rank for rank in found if seconds[rank] >= earliest - _TOGETHER_SECONDS}

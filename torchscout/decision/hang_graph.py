@@ -79,6 +79,13 @@ class Evidence:
         progress = self.reports[rank].progress
         return 0 if progress is None else progress.issued.get(group, 0)
 
+    def came_to(self, rank: int, group: str) -> int:
+        """Return how many operations of a group ``rank`` has entered, on its device if it has one, counting the
+        one in which it may have died."""
+        issued, report = self.issued(rank, group), self.reports.get(rank)
+        progress = None if report is None else report.progress
+        return issued if progress is None else min(issued, progress.entered.get(group, issued))
+
     def reached(self, rank: int, group: str) -> int:
         """Return how many operations of a group a member has entered or, as far as is known, will enter."""
         report = self.reports.get(rank)
@@ -289,6 +296,8 @@ class WaitGraph:
             if group not in evidence.groups:
                 continue
             if group in progress.entered:
+                if progress.device_busy is False:
+                    continue  # it has finished whatever it has entered
                 number = min(number, progress.entered[group])
             elif at_last or report.waiting is False:
                 continue
@@ -322,7 +331,7 @@ class WaitGraph:
         members = evidence.groups[group].members
         if is_dead:  # see [Note: Deaths]
             missing = [
-                each for each in members if each in evidence.dead and evidence.issued(each, group) < number
+                each for each in members if each in evidence.dead and evidence.came_to(each, group) < number
             ]
         else:
             missing = [each for each in members if evidence.reached(each, group) < number]
