@@ -135,8 +135,14 @@ class _Case:
 
     def _killed_elsewhere(self) -> bool:
         """Whether a trainer was killed that waited for nobody: others may have failed because of that."""
-        last, killed = self.evidence.last, [rank for rank in self.gone if self._reports[rank].how == "killed"]
-        return any((place := last[rank]) is None or not self.evidence.is_open(place) for rank in killed)
+        return any(self._reports[rank].how == "killed" and not self._waited(rank) for rank in self.gone)
+
+    def _waited(self, rank: int) -> bool:
+        """Whether a trainer ended in an operation that other members had not entered."""
+        if (place := self.evidence.last[rank]) is None:
+            return False
+        members = self.evidence.groups[place[0]].members
+        return any(self.evidence.came_to(each, place[0]) < place[1] for each in members)
 
     def _before(self, rank: int, waited: Collection[int]) -> RankReport:
         """Return the report of ``rank`` as it would have been before those that had ``waited`` were ended."""
@@ -202,7 +208,9 @@ class _Case:
         # The library may end a process because of what another one did, even if that one has moved on.
         found = set(evidence.halted).union(rank for rank in self.graph.sources if rank in reports)
         found.update(
-            rank for rank, each in reports.items() if each.progress is not None and each.progress.entered
+            rank
+            for rank, each in reports.items()
+            if each.progress is not None and each.progress.entered and each.progress.device_busy is not False
         )
         if any(
             each.waiting or (each.waiting is None and evidence.last[rank]) for rank, each in reports.items()
@@ -244,7 +252,7 @@ class _Case:
             if killed
             and (place := last[rank]) is not None
             and (
-                self.evidence.is_open(place)
+                self._waited(rank)
                 or self.evidence.groups[place[0]] in left
                 or not killed.isdisjoint(self.evidence.groups[place[0]].members)
             )
@@ -384,8 +392,8 @@ class _Case:
         for cycle in self.graph.cycles:
             inside, knot = self.graph.inside(cycle), self.graph.knot(cycle)
             vote = proof.of_cycle(self.evidence, inside, None)
-            if not vote.ranks and knot is not None:
-                vote = proof.of_cycle(self.evidence, inside, knot)
+            if len(vote.ranks) != 1:  # of several that differ from the rest, some wait for the others
+                vote = proof.undecided(vote) if knot is None else proof.of_cycle(self.evidence, inside, knot)
             cycles.append(inside)
             votes.append(vote)
             guilty.append(vote.ranks)
