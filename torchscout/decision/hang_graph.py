@@ -79,6 +79,13 @@ class Evidence:
         progress = self.reports[rank].progress
         return 0 if progress is None else progress.issued.get(group, 0)
 
+    def came_to(self, rank: int, group: str) -> int:
+        """Return how many operations of a group ``rank`` has entered, on its device if it has one, counting
+        the one in which it may have died."""
+        issued, report = self.issued(rank, group), self.reports.get(rank)
+        progress = None if report is None else report.progress
+        return issued if progress is None else min(issued, progress.entered.get(group, issued))
+
     def reached(self, rank: int, group: str) -> int:
         """Return how many operations of a group a member has entered or, as far as is known, will enter."""
         report = self.reports.get(rank)
@@ -286,7 +293,7 @@ class WaitGraph:
         on_device = [
             (group, min(number, progress.entered[group]))
             for group, number in posted
-            if group in progress.entered
+            if group in progress.entered and progress.device_busy is not False  # else it has finished them
         ]
         on_host = [(group, number) for group, number in posted if group not in progress.entered]
         if at_last or report.waiting is False:  # it has passed what it posted before
@@ -318,7 +325,7 @@ class WaitGraph:
         members = evidence.groups[group].members
         if is_dead:  # see [Note: Deaths]
             missing = [
-                each for each in members if each in evidence.dead and evidence.issued(each, group) < number
+                each for each in members if each in evidence.dead and evidence.came_to(each, group) < number
             ]
         else:
             missing = [each for each in members if evidence.reached(each, group) < number]
