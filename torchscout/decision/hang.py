@@ -227,8 +227,8 @@ class _Case:
         lost = self.evidence.lost if are_asked else self.evidence.lost.intersection(self.graph.sources)
         if lost:  # trainers elsewhere ended inside operations of theirs, or were asked to
             return [self._lost(sorted(lost))]
-        unheard = self.evidence.unheard if are_asked else frozenset[int]()
-        if group := (self.gone | unheard) if unheard else self._left_by_absent(first):
+        others = self.evidence.unheard if are_asked else frozenset[int]()
+        if group := (self.gone | others) if others else self._left_by_absent(first):
             unheard = sorted(self.evidence.unheard & group)
             doubt = sentences.absent(unheard, self._round.absent, may_be_first=True)
             incident = self._crash(first)
@@ -242,13 +242,10 @@ class _Case:
         """Return the trainers that ended first: causes decide, and clocks only where causes do not."""
         reports, last = self._reports, self.evidence.last
         seconds = {rank: reports[rank].gone_seconds or 0.0 for rank in self.gone}
-        unasked = [seconds[rank] for rank in self.gone if reports[rank].how != "asked"]
+        failed = {rank for rank in self.gone if reports[rank].how != "asked"}
         # A launcher asks the rest of a job to end once a trainer has failed.
-        gone = {
-            rank
-            for rank in self.gone
-            if reports[rank].how != "asked" or seconds[rank] >= max(unasked, default=0.0)
-        }
+        since = max((seconds[rank] for rank in failed), default=0.0)
+        gone = failed | {rank for rank in self.gone if seconds[rank] >= since}
         found = {rank for rank in gone if not self.graph.waits(rank)} or gone
         killed = {rank for rank in found if reports[rank].how == "killed"}
         left = {self.evidence.groups[place[0]] for rank in killed if (place := last[rank]) is not None}
@@ -265,13 +262,10 @@ class _Case:
                 or not killed.isdisjoint(self.evidence.groups[place[0]].members)
             )
         }
-        found = {
-            rank for rank in found if rank in killed or (reports[rank].how != "asked" and last[rank] is None)
-        } or found
+        found = {rank for rank in found if rank in killed or (rank in failed and last[rank] is None)} or found
         earliest = max(seconds[rank] for rank in found)
         together = {rank for rank in found if seconds[rank] >= earliest - _TOGETHER_SECONDS}
-        unasked = {rank for rank in together if reports[rank].how != "asked"}
-        return sorted(together & killed or unasked or together)
+        return sorted(together & killed or together & failed or together)
 
     def _left_by_absent(self, gone: Sequence[int]) -> set[int]:
         """Return the members of the operations in which these trainers ended, if absent ranks may have caused
