@@ -62,6 +62,17 @@ class Manifestation(str, Enum):
     NOT_CHECKED = "not_checked"
     """SCOUT itself has failed for good, so that wrong numbers and slow ranks are no longer found."""
 
+    @property
+    def in_words(self) -> str:
+        return {"sdc": "wrong numbers", "straggler": "slow", "not_checked": "not checked"}.get(
+            self.value, self.value
+        )
+
+    @property
+    def stops_job(self) -> bool:
+        """Whether the job makes no progress from then on: ranks wait for others, or have ended."""
+        return self in (Manifestation.HANG, Manifestation.CRASH)
+
 
 class Scope(str, Enum):
     """How precisely a failure is located."""
