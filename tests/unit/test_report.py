@@ -16,11 +16,9 @@ from typer.testing import CliRunner
 from tests.support.incidents import incident_from
 from torchscout.cli.main import app
 from torchscout.decision.consensus import exact, statistical
-from torchscout.decision.records.recorder import JsonlRecorder
+from torchscout.decision.records.recorder import Agreement, Agreements, JsonlRecorder, Started, Trust
 from torchscout.decision.types import (
     Action,
-    Agreement,
-    Agreements,
     Decision,
     EvidenceRecord,
     Failure,
@@ -28,8 +26,6 @@ from torchscout.decision.types import (
     Manifestation,
     Resolved,
     Scope,
-    Started,
-    Trust,
 )
 from torchscout.observer.record.directory import End, RankEntry
 from torchscout.report.document import document_of

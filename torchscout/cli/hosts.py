@@ -66,18 +66,14 @@ def examined(folder: Path) -> dict[str, Any]:
         raise ValueError(f"{folder} is not a folder")
     excluded = plan.reasons()
     last = plan.restarts[-1] if plan.is_stopped else None
-    to_check = dict[str, str]()
     for decision in IncidentLog.read(folder).decisions:
         # Also of a dry run: then the launcher carries the decisions out.
         if decision.action is Action.REPLACE:
             excluded |= dict.fromkeys(filter(is_host_name, decision.hosts), decision.sentence)
-        if decision.action is Action.PREFLIGHT:
-            to_check |= dict.fromkeys(filter(is_host_name, decision.hosts), decision.sentence)
         last = decision if decision.action is Action.STOP else last
     return {
         "folder": str(folder),
         "excluded": excluded,
-        "preflight": {host: why for host, why in to_check.items() if host not in excluded},
         "stopped": None if last is None else last.sentence,
         "used": sorted({entry.host for entry in entries}),
         "devices": {entry.rank: entry.device for entry in entries if entry.host in excluded and entry.device},
