@@ -183,6 +183,17 @@ ROWS = [
         must_come=[hang([2], "rank", "restart")],
     ),
     Row(
+        "a rank fails inside an operation that misses others, and then the launcher ends those that work",
+        given=replicas()
+        .enter("world", 1)
+        .work("forward", 0, 2, 3)
+        .end("failed", 1)
+        .seconds(1)
+        .end("asked", 0, 2, 3)
+        .ask(0.5),
+        must_come=[crash([1], "rank", "restart")],
+    ),
+    Row(
         "over NCCL, a timeout aborts what two ranks wait for, their devices go on, and then they are ended",
         given=with_a_timeout_of(60)
         .devices_follow(*EVERYBODY)

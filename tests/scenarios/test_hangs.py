@@ -178,6 +178,12 @@ ROWS = [
         must_come=[hang([3], "rank", "restart")],
     ),
     Row(
+        "a rank is stopped inside an operation that another one has not entered: neither excuses the other",
+        given=replicas(machines=one_each(4)).enter("world", 0, 1, 3).work("input", 2).stop(1).ask(),
+        must_come=[hang([1, 2], "rank", "restart")],
+        never=[0, 3],
+    ),
+    Row(
         "a rank is stopped by a signal",
         given=replicas().enter("world", 0, 2, 3).stop(1).ask(),
         must_come=[hang([1], "rank", "restart")],

@@ -42,7 +42,7 @@ class Divergence:
     verdict: Verdict
     """Positions are those of ``voters``."""
     is_old: bool
-    """Whether all members have issued more since: that did no harm, unless nothing else explains a hang."""
+    """Whether all members have finished it: that did no harm, unless nothing else explains a hang."""
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -115,7 +115,7 @@ def _digests(shown: Mapping[int, IssuedOp]) -> dict[int, int]:
 
 
 def _vote(group: CommGroup, values: Mapping[int, Hashable]) -> Verdict:
-    """Compare what members show. A majority is one of all members: those that have not come yet may join any."""
+    """Compare what members show. A majority is one of all members: who has not come yet may join any."""
     evidence = tuple(values.values())
     (majority, count), *others = Counter(evidence).most_common()
     if not others:
@@ -131,10 +131,15 @@ def _divergence(
 ) -> Divergence:
     number = next(iter(shown.values())).number
     texts = tuple(each.text for each in shown.values())
-    is_old = compared == "digest" or all(
-        evidence.issued(rank, group.key) > number for rank in evidence.answered(group.key)
-    )
+    is_old = compared == "digest" or all(_is_past(evidence, rank, group.key, number) for rank in shown)
     return Divergence(group, number, compared, tuple(shown), texts, verdict, is_old)
+
+
+def _is_past(evidence: Evidence, rank: int, group: str, number: int) -> bool:
+    """Whether the rank has finished an operation: it has issued more since, and not all of it in this step.
+    Within a step, operations are issued before earlier ones have finished."""
+    progress, since = evidence.reports[rank].progress, evidence.issued(rank, group) - number
+    return since > 0 and (progress is None or since >= progress.operation)
 
 
 def _agreed_before(number: int, shown: Mapping[int, Mapping[int, IssuedOp]]) -> bool:

@@ -221,7 +221,15 @@ class _Case:
     def _first_gone(self) -> list[int]:
         """Return the trainers that ended first: causes decide, and clocks only where causes do not."""
         reports, last = self._reports, self.evidence.last
-        found = {rank for rank in self.gone if not self.graph.waits(rank)} or set(self.gone)
+        seconds = {rank: reports[rank].gone_seconds or 0.0 for rank in self.gone}
+        unasked = [seconds[rank] for rank in self.gone if reports[rank].how != "asked"]
+        # A launcher asks the rest of a job to end once a trainer has failed.
+        gone = {
+            rank
+            for rank in self.gone
+            if reports[rank].how != "asked" or seconds[rank] >= max(unasked, default=0.0)
+        }
+        found = {rank for rank in gone if not self.graph.waits(rank)} or gone
         killed = {rank for rank in found if reports[rank].how == "killed"}
         left = {self.evidence.groups[place[0]] for rank in killed if (place := last[rank]) is not None}
         # Who lost a killed peer in the middle of an operation failed because of it.
@@ -234,8 +242,7 @@ class _Case:
                 or not killed.isdisjoint(self.evidence.groups[place[0]].members)
             )
         }
-        seconds = {rank: reports[rank].gone_seconds or 0.0 for rank in found}
-        earliest = max(seconds.values())
+        earliest = max(seconds[rank] for rank in found)
         together = {rank for rank in found if seconds[rank] >= earliest - _TOGETHER_SECONDS}
         unasked = {rank for rank in together if reports[rank].how != "asked"}
         return sorted(together & killed or unasked or together)
