@@ -166,7 +166,7 @@ def late(job: Attempt) -> str:
 
 def killed(job: Attempt) -> str:
     """One rank is killed. The others may wait or fail; observers must say which one it was."""
-    return named(_found_by_observers(job, Trial(kill=(FAULTY, 17))), Manifestation.HANG)
+    return named(_found_by_observers(job, Trial(kill=(FAULTY, 17))), Manifestation.CRASH)
 
 
 def diverging(job: Attempt) -> str:
@@ -212,8 +212,8 @@ def resumed(job: Attempt) -> str:
     with Ranks(job, size) as ranks:
         first = ranks.train(trial, may_fail=True)
     expect("exit code -9" in first.failure, "not killed", first.failure)
-    # Killed ranks do not all end at the same moment: that one of them is gone may be reported, and is true.
-    found = [each for each in written(job.folder / "first") if each.manifestation is not Manifestation.HANG]
+    # Killed ranks do not all end at the same moment: that one of them is gone, or is waited for, is true.
+    found = [each for each in written(job.folder / "first") if not each.manifestation.stops_job]
     expect(not found, "reported though healthy", sentences(found))
     with Ranks(job, size) as ranks:
         again = ranks.train(replace(trial, run_dir=job.folder / "again", end=None))

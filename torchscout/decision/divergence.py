@@ -10,9 +10,9 @@ from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from torchscout.decision.consensus import Status, Verdict
 from torchscout.decision.hang_graph import Evidence
 from torchscout.decision.progress import CommGroup, IssuedOp
+from torchscout.decision.types import Status, Verdict
 
 __all__ = ["Divergence", "culprits", "divergences"]
 
