@@ -69,6 +69,8 @@ class Entry:
     """Contracts that CI tries on it besides; the others are tried with ``make test-slow``."""
     on_cuda: tuple[str, ...] = ()
     """Contracts that ``make test-gpu`` tries on it, over NCCL."""
+    wrong_today: Mapping[str, str] = field(default_factory=dict)
+    """Contracts that torchscout does not keep on it yet, and why: expected failures, and strict ones."""
 
     def compared_on(self, rank: int) -> set[str]:
         return {*(self.compared(rank) if callable(self.compared) else self.compared)}
