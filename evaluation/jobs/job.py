@@ -218,6 +218,10 @@ class Job:
             yield step
             self.end(step)
 
+    def fetched(self, batch: Any) -> Any:
+        """The batch, as a loader returns it that a user passes through ``watch_input``."""
+        return batch if self.session is None else next(iter(self.session.watch_input([batch])))
+
     @property
     def first_step(self) -> int:
         return self._position.step + 1
