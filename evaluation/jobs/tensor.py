@@ -121,7 +121,8 @@ def train(
         **({} if sharded else {"parallelism": axes}),
     )
     replica = job.rank // shape[-1]
-    torch.manual_seed(1000 + replica)  # what is whole on each rank drops out alike
+    if job.first_step == 1:  # otherwise the checkpoint had the random state
+        torch.manual_seed(1000 + replica)  # what is whole on each rank drops out alike
     for step in job.steps():
         optimizer.zero_grad()
         tokens, targets = text(step, replica)
