@@ -64,6 +64,9 @@ class Entry:
     """Why no layer of it can be made slow here, if so."""
     not_resumed: str = ""
     """Why it does not go on from our checkpoints, if so."""
+    resumed_on: int | None = None
+    """On how many ranks it is resumed, if not on all: DDP among more than two does not end with the same bits
+    (see ``contracts.resumed``)."""
 
     in_test: tuple[str, ...] = ()
     """Contracts that ``make test`` tries on it; a wrong number as ``wrong_number:NAME``."""

@@ -89,6 +89,7 @@ JOBS: dict[str, Entry] = {
     "mixture": Entry(
         mixture,
         ranks=6,
+        resumed_on=2,
         compared=COMPARED,
         unchecked=("*experts*",),
         in_test=("wrong_number:expert-weight",),
