@@ -200,14 +200,14 @@ def closed(job: Attempt) -> str:
 def resumed(job: Attempt) -> str:
     """All ranks are killed; new ones go on from a checkpoint, and end where training without us ends.
 
-    With two replicas: DDP packs the gradients of its first step in another order than later ones, and among
-    three ranks Gloo adds in an order that depends on where a gradient lies. So three ranks would not end with
-    the same bits after any restart.
+    DDP is tried with two replicas: it packs the gradients of its first step in another order than later ones,
+    and among three ranks or more Gloo adds in an order that depends on where a gradient lies. So these would
+    not end with the same bits after any restart.
     """
     entry = job.entry
     if entry.not_resumed:
         return entry.not_resumed
-    size = 2 if entry.ranks == 3 else entry.ranks
+    size = entry.resumed_on or (2 if entry.ranks == 3 else entry.ranks)
     trial = Trial(steps=24, run_dir=job.folder / "first", checkpoints=job.folder / "kept", end=18)
     with Ranks(job, size) as ranks:
         first = ranks.train(trial, may_fail=True)
