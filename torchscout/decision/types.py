@@ -367,12 +367,19 @@ def _object(kind: type, readers: Mapping[Field[Any], Callable[[Any], Any]], line
     """Read a data class. A field that has a default may be missing."""
     line = _checked(dict, line)
     needed = [each for each in readers if each.name in line or each.default is MISSING]
-    found = {each.name: readers[each](line[each.name]) for each in needed}
+    found = {each.name: _named(each.name, readers[each], line[each.name]) for each in needed}
     if kind is EvidenceRecord and line["status"] != NOT_CHECKED:
         marked = enumerate(zip(line["bitmap"], line["evidence"], strict=True))
         outliers = tuple(position for position, (bit, _) in marked if bit)
         found["verdict"] = Verdict(Status(line["status"]), outliers, tuple(map(_decode, line["evidence"])))
     return kind(**found)
+
+
+def _named(name: str, read: Callable[[Any], Any], value: Any) -> Any:
+    try:
+        return read(value)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error
 
 
 def _checked(kind: type, value: Any) -> Any:

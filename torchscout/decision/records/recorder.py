@@ -218,7 +218,7 @@ def _has_finding(record: EvidenceRecord, config: StragglerConfig) -> bool:
     from torchscout.decision.straggler.persistence import Times  # not above: observers need no NumPy
 
     times = Times.of(record)
-    return times is None or bool(times.slower(config))
+    return not times or bool(times.slower(config))
 
 
 def record_one(run_dir: Path | str, rank: int, item: Recordable) -> None:
