@@ -140,7 +140,11 @@ class _Job:
             self.tick()
 
     def holds_a_round(self) -> bool:
-        """Whether three ranks that report properly still get the right answer."""
+        """Whether three ranks that report properly still get the right answer: in the next round or, if the
+        hub was told that a rank cannot be reached, once it has heard from it again."""
+        return any(self._names_the_last() for _ in range(2))
+
+    def _names_the_last(self) -> bool:
         self.pass_time()
         self.forget()
         self.send(0, protocol.encode("announce", is_repeat=True))

@@ -99,8 +99,8 @@ def test_the_operation_that_a_rank_seems_to_be_in(changes: dict[str, Any], insid
         ("failed", 0, "ended with exit status 0"),
         ("failed", None, "failed"),
         ("asked", None, "was terminated"),
-        ("unknown", None, "has ended, it is not known how"),
-        (None, None, "has ended, it is not known how"),
+        ("unknown", None, "has ended in an unknown way"),
+        (None, None, "has ended in an unknown way"),
     ],
 )
 def test_how_a_process_ended_in_words(how: How | None, status: int | None, words: str):
