@@ -243,7 +243,8 @@ ROWS: dict[str, tuple[Recorders | Documents, Scope | None, Sequence[int], Sequen
     # Rank 0 or 2 may have completed the broadcast; their dumps do not contain it.
     "a root in open operations only": (only_active(root_completed_early()), GROUP, ALL, ["may lack"]),
     "batches in open operations only": (only_active(batches().collective()), None, [], []),
-    "open batches only": (only_active(batches_that_wait()), RANK, [0], []),
+    # Rank 0 has completed its batch, or it is not a batch but a send, which waits.
+    "open batches only": (only_active(batches_that_wait()), GROUP, [0, 1], ["may lack operations"]),
     "an entry that cannot be read": (unreadable(), GROUP, ALL, ["Its record may lack operations"]),
     "a dump of an earlier moment": (outdated(), None, [], ["no hang"]),
 }

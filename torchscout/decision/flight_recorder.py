@@ -107,6 +107,8 @@ class Dump:
     """The size of the group of all ranks, if it was recorded."""
     unreadable: int
     """Entries that could not be read."""
+    unclear: int
+    """Entries that were left out because they may be over or not."""
     has_lost_entries: bool
     """Whether older operations are missing: the buffer was full, or only open ones were dumped."""
 
@@ -133,21 +135,22 @@ def read_dump(rank: int, document: object) -> Dump:
         if isinstance(name, str) and isinstance(each, Mapping) and (members := _members(each.get("ranks"))):
             groups[_words(name)] = members
             world_size = len(members) if each.get("desc") == _WORLD else world_size
-    unreadable = len(raw) - len(entries)
+    clear = entries
     if has_lost and all(entry.state in (State.SCHEDULED, State.STARTED) for entry in entries):
-        entries = _without_launched(entries)
-    return Dump(rank, tuple(entries), groups, world_size, unreadable, has_lost)
+        clear = _clear(entries)
+    unreadable, unclear = len(raw) - len(entries), len(entries) - len(clear)
+    return Dump(rank, tuple(clear), groups, world_size, unreadable, unclear, has_lost)
 
 
-def _without_launched(entries: Sequence[Entry]) -> list[Entry]:
-    """Leave out parts of launches that a dump of open operations lacks, because they have completed: only the
-    launch, which is the entry after them, has their state."""
+def _clear(entries: Sequence[Entry]) -> list[Entry]:
+    """Return the entries of a dump of open operations without those that may be parts of launches. Only a
+    launch, which is the entry after its parts, has their state, and it is left out once it has completed."""
     launches = {entry.launch for entry in entries if entry.operation == "coalesced"}
     count = Counter(entry.launch for entry in entries)
 
     def may_be_over(entry: Entry) -> bool:
-        is_part = entry.is_transfer or count[entry.launch] > 1
-        return is_part and entry.launch not in launches and entry.state is State.SCHEDULED
+        may_be_part = entry.is_transfer or count[entry.launch] > 1
+        return may_be_part and entry.launch not in launches and entry.state is State.SCHEDULED
 
     return [entry for entry in entries if not may_be_over(entry)]
 
@@ -245,8 +248,12 @@ class Recording:
     def __init__(self, dumps: Sequence[Dump], world_size: int) -> None:
         self.dumps = {dump.rank: dump for dump in dumps}
         self.world = tuple(range(world_size))
+        over = State.COMPLETED, State.RETIRED
+        self.has_over = any(entry.state in over for dump in dumps for entry in dump.entries)
+        """Whether operations are shown that are over; if not, perhaps only open ones were dumped."""
         lost = {dump.rank for dump in dumps if dump.has_lost_entries}
-        self.lost = lost | {dump.rank for dump in dumps if lost and not dump.entries}
+        is_empty = {dump.rank for dump in dumps if lost and not self.has_over and not dump.entries}
+        self.lost = lost | is_empty
         """Ranks that may have issued more than their dumps show."""
         self.groups: dict[str, CommGroup] = {}
         self.guessed: set[str] = set()
@@ -366,8 +373,9 @@ class Recording:
 #
 # Dumps show windows of different lengths. Operations are compared from where the windows of all ranks have
 # begun; what came before is taken to be equal. If a dump has lost entries and shows none of a group in which
-# others wait, its rank has not entered that operation, which would be open. Collectives that a member may
-# complete before the others are the exception: then nobody knows, and the rank's report is incomplete.
+# others wait, its rank has not entered that operation, which would be open and shown. If only open operations
+# were dumped, it may have completed the operation if that is a collective that ends early, such as a
+# broadcast at its root. Then the rank's report is incomplete, so that nobody is named because of it.
 
 
 class _View:
@@ -378,7 +386,7 @@ class _View:
         self.waits: dict[str, dict[int, int]] = {}
         self._entered: dict[int, dict[str, int]] = defaultdict(dict)
         self._recent: dict[int, list[tuple[int, IssuedOp]]] = defaultdict(list)
-        self._incomplete = {rank for rank, dump in found.dumps.items() if dump.unreadable}
+        self._incomplete = {rank for rank, dump in found.dumps.items() if dump.unreadable or dump.unclear}
         for key in found.groups:
             self._look_at(key)
 
@@ -400,11 +408,15 @@ class _View:
         if not (waits := {rank: number for rank, number in first.items() if number}):
             return
         self.waits[key] = waits
-        earliest = min(waits, key=waits.__getitem__)
-        if begun[earliest][waits[earliest]].operation in _ENDS_EARLY:
-            self._incomplete |= begun.keys() - last.keys()
+        waiter, earliest = min(waits.items(), key=lambda each: each[1])
+        may_be_over = begun[waiter][earliest].operation in _ENDS_EARLY and not self._found.has_over
+        self._incomplete |= {
+            rank
+            for rank in begun.keys() - last.keys()
+            if may_be_over or min(operations.get(rank, ()), default=0) > earliest
+        }
         for rank in begun:
-            self._entered[rank][key] = max(by_all, last.get(rank, waits[earliest] - 1))
+            self._entered[rank][key] = max(by_all, last.get(rank, earliest - 1))
         self._compare(key, begun, max(waits.values()))
 
     def _compare(self, key: str, begun: Mapping[int, Mapping[int, Entry]], last: int) -> None:
