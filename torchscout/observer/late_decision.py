@@ -1,4 +1,4 @@
-"""Decides about a hang in place of a trainer that cannot: it has ended, or is stopped (paper, section 8).
+"""Decides about a hang or a crash in place of a trainer that has ended or is stopped (paper, section 8).
 
 [Note: the launcher is first] When a machine is lost, the connections of its peers break. Their trainers fail
 at once, and the launcher restarts them before there is a verdict. Observers outlive their trainers until the
@@ -17,7 +17,7 @@ from torchscout.decision.records.recorder import IncidentLog, record_one
 from torchscout.decision.recovery.command import start_command
 from torchscout.decision.recovery.policy import decide, is_allowed
 from torchscout.decision.recovery.restart_plan import RestartPlan, is_same, is_stopped, write_plans
-from torchscout.decision.types import Decision, Incident, Manifestation
+from torchscout.decision.types import Decision, Incident
 from torchscout.errors import RestartPlanError
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ __all__ = ["LateDecision"]
 
 
 class LateDecision:
-    """The decision about the last hang that this observer knows of."""
+    """The decision about the last hang or crash that this observer knows of."""
 
     def __init__(self, spec: ObserverSpec) -> None:
         self.is_author = False
@@ -41,7 +41,7 @@ class LateDecision:
     def must_end(self, item: Recordable) -> bool:
         """Take an item of news, and return whether the trainer has to end because of it."""
         config = self._spec.recovery
-        if config is None or not isinstance(item, Incident) or item.manifestation is not Manifestation.HANG:
+        if config is None or not isinstance(item, Incident) or not item.manifestation.stops_job:
             return False
         restarts = self._spec.plan.restarts
         decision = decide(item, restarts, config, has_verified=True)  # which matters for SDC only

@@ -16,6 +16,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torchscout.observer.rounds.diagnosis import conclude
+from torchscout.observer.rounds.rank_report import RankReport
 
 from tests.support.ranks import RankError, run_ranks
 from tests.support.small_job import until
@@ -35,8 +37,6 @@ from torchscout.decision.straggler.ranks import RankStragglers
 from torchscout.decision.types import Action, EvidenceRecord, Incident, Manifestation, Scope
 from torchscout.mesh import Mesh
 from torchscout.observer.late_decision import LateDecision
-from torchscout.observer.rounds.diagnosis import conclude
-from torchscout.observer.rounds.rank_report import RankReport
 from torchscout.observer.spec import ObserverSpec
 from torchscout.session import recovery
 from torchscout.session.recovery import EXIT_STATUS, Recovery

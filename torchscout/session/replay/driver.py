@@ -17,8 +17,7 @@ from torchscout.checkpoint.trust.selection import SweepResult
 from torchscout.communicators import Communicators, PeerCommunicator
 from torchscout.config import ReplayConfig
 from torchscout.decision.ownership import Ownership
-from torchscout.decision.records.recorder import Recorder
-from torchscout.decision.records.summary import SummaryRecorder
+from torchscout.decision.records.recorder import Recorder, SummaryRecorder
 from torchscout.decision.sdc import OpenIncidents, SdcDiagnosis
 from torchscout.decision.straggler.measured import Measured
 from torchscout.decision.types import EvidenceRecord, Incident, from_json
