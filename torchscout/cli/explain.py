@@ -7,7 +7,7 @@ import pickle
 import re
 import resource
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from io import BytesIO
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -139,10 +139,11 @@ def load(data: bytes) -> object:
 
 @contextmanager
 def _limited_memory(more: int) -> Iterator[None]:
-    """Let this process allocate ``more`` bytes at most."""
+    """Let this process allocate ``more`` bytes at most, where it can know how much it has (on Linux)."""
     before = soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    limit = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + more
-    resource.setrlimit(resource.RLIMIT_AS, (limit if soft < 0 else min(limit, soft), hard))
+    with suppress(FileNotFoundError):
+        limit = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + more
+        resource.setrlimit(resource.RLIMIT_AS, (limit if soft < 0 else min(limit, soft), hard))
     try:
         yield
     finally:

@@ -269,11 +269,8 @@ class Recording:
         self.has_starts = any(entry.was_started for entry in on_device) and all(completed)
         """Whether the dumps distinguish what a device has begun from what is only issued."""
         self.codes = _Codes()
-        self._known: dict[str, set[tuple[int, ...]]] = defaultdict(set)
         self._used: dict[tuple[str, str], set[int]] = defaultdict(set)
         for dump in dumps:
-            for name, members in dump.groups.items():
-                self._known[name].add(members)
             for entry in dump.entries:
                 self._used[entry.group].add(dump.rank)
         issued: dict[str, dict[int, list[Entry]]] = defaultdict(lambda: defaultdict(list))
@@ -299,7 +296,8 @@ class Recording:
             if (at := (entry.group, entry.ends)) not in keys:
                 keys[at] = self._group(dump, entry)
             if (key := keys[at]) is not None:
-                yield key, replace(entry, state=launched.get(entry.launch, entry.state))
+                state = launched.get(entry.launch, entry.state)
+                yield key, entry if state is entry.state else replace(entry, state=state)
 
     def _group(self, dump: Dump, entry: Entry) -> str | None:
         """Return the key of an operation's group; None for a transfer whose ends are not in the group."""
@@ -322,9 +320,6 @@ class Recording:
         name, description = entry.group
         if own := dump.groups.get(name):
             return own, False
-        others = {members for members in self._known[name] if dump.rank in members}
-        if len(others) == 1:
-            return others.pop(), False
         if description == _WORLD:
             return self.world, False
         used = self._used[entry.group]
@@ -335,13 +330,12 @@ class Recording:
         over = {
             rank: sum(each.state is State.COMPLETED for each in theirs) for rank, theirs in issued.items()
         }
-        is_aligned = not self.lost.isdisjoint(issued)
+        most = 0 if self.lost.isdisjoint(issued) else max(over.values())
         found: dict[int, dict[int, Entry]] = {}
         for rank, theirs in issued.items():
             numbered = found[rank] = dict[int, Entry]()
-            before = max(over.values()) - over[rank] if is_aligned else 0
-            for place, entry in enumerate(theirs, 1):
-                number = before + place if group.pair else entry.sequence
+            for place, entry in enumerate(theirs, 1 + max(0, most - over[rank])):
+                number = place if group.pair else entry.sequence
                 numbered[number] = self._joined(numbered.get(number), entry)
         return found
 
