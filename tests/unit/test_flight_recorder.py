@@ -234,7 +234,7 @@ ROWS: dict[str, tuple[Recorders | Documents, Scope | None, Sequence[int], Sequen
     "a group that one buffer has lost": (rare_group(3), RANK, [2], ["number 14 of group default_pg"]),
     "transfers in full buffers": (full_buffers(pipeline(transfers=40), 5, 30), None, [], []),
     "a receive without its send in full buffers": (
-        full_buffers(pipeline(transfers=40).receive(0, 1, state="started"), 5, 30),
+        full_buffers(pipeline(transfers=40).receive(0, 1, state="started"), 30, 5),
         RANK,
         [0],
         [],
