@@ -53,10 +53,8 @@ def explain(
     Works for jobs without torchscout. The exit status is 0 if the dumps show no hang, 1 if they show one, and
     2 if they do not tell or cannot be read.
     """
-    with refusing("--rank-pattern", re.error):
-        pattern = re.compile(_RANK if rank_pattern is None else rank_pattern)
-        if not pattern.groups:
-            raise ValueError(f"{rank_pattern!r} has no parentheses around the rank, as in 'rank(\\d+)'")
+    with refusing("--rank-pattern"):
+        pattern = _pattern(_RANK if rank_pattern is None else rank_pattern)
     with refusing("FILES"):
         read = [_read(path, pattern) for path in _files_in(files)]
         dumps = _dumps(read)
@@ -65,6 +63,16 @@ def explain(
     document = _report(found, read, is_guess=is_guess)
     print_report(document, _screen(document), as_json=as_json, output=output)
     raise typer.Exit({False: 0, True: 1, None: 2}[found.has_hang])
+
+
+def _pattern(text: str) -> re.Pattern[str]:
+    try:
+        pattern = re.compile(text)
+    except re.error as error:
+        raise ValueError(f"{text!r} is not a regular expression: {error}") from error
+    if not pattern.groups:
+        raise ValueError(f"{text!r} has no parentheses around the rank, as in 'rank(\\d+)'")
+    return pattern
 
 
 # Files.
@@ -82,10 +90,13 @@ def _files_in(paths: Iterable[Path]) -> list[Path]:
     """Return files, and the files in folders sorted by name, without hidden ones."""
     found: list[Path] = []
     for path in paths:
-        if path.is_dir():
-            found += [each for each in sorted(path.iterdir()) if each.is_file() and each.name[0] != "."]
-        else:
-            found.append(path)
+        if not path.exists():
+            raise ValueError(f"{path} does not exist")
+        inside = sorted(path.iterdir()) if path.is_dir() else []
+        found += [each for each in inside if each.is_file() and each.name[0] != "."]
+        found += [] if path.is_dir() else [path]
+    if not found:
+        raise ValueError(f"there is no file in {listed(paths)}")
     return list(dict.fromkeys(found))
 
 
