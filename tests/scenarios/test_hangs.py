@@ -381,9 +381,7 @@ ROWS = [
     Row(
         "a rank leaves an operation of its pair out: its neighbour waits for it there, and is not named",
         given=left_out_of_a_pair().ask(),
-        must_come=either(
-            [hang([1, 3, 5, 6, 7], "process group", "restart")], [hang([6], "rank", "restart")]
-        ),
+        must_come=either([hang([1, 3, 5, 6, 7], "process group", "restart")], [hang([6], "rank", "restart")]),
         never=[7],
     ),
     Row(
