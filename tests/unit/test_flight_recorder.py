@@ -228,6 +228,12 @@ ROWS: dict[str, tuple[Recorders | Documents, Scope | None, Sequence[int], Sequen
     "batches have the state of their launch": (batches_that_wait(), RANK, [0], []),
     "launched together": (coalesced(), None, [], []),
     "late after that": (coalesced().collective(ranks=[0, 1], state="started"), RANK, [2], []),
+    "a buffer that begins in the middle of a launch": (
+        full_buffers(coalesced().collective(ranks=[0, 1], state="started"), 20, 3, 20),
+        RANK,
+        [2],
+        ["number 6 of group default_pg"],
+    ),
     "full buffers": (full_buffers(late(steps=50), 10, 9, 7, 20), RANK, [2], ["number 52"]),
     "full buffers, another size": (full_buffers(other_size(), 10, 9, 7, 20), RANK, [2], ["as number 52"]),
     "one entry each, another size": (full_buffers(other_size(), 1, 1, 1, 1), RANK, [2], ["as number 52"]),

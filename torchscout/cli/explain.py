@@ -218,7 +218,7 @@ def _report(found: Explanation, read: Sequence[_File], *, is_guess: bool) -> dic
         "ranks": list(ranks),
         "action": None if incident is None else incident.action.value,
         "world_size": len(recording.world),
-        "without_dump": list(found.absent),
+        "without_dump": list(recording.absent),
         "groups": [_group(recording, key, number) for number, _, key in sorted(groups)],
         "last_operations": [_last(recording, rank) for rank in ranks if rank in recording.dumps],
         "notes": _notes(found, read, is_guess=is_guess),
@@ -253,11 +253,11 @@ def _group(found: Recording, key: str, number: int) -> dict[str, Any]:
 
 def _last(found: Recording, rank: int) -> dict[str, Any]:
     if rank not in found.last:
-        return {"rank": rank, "operation": None}
+        return {"rank": rank, "operation": "none is in its dump", "frames": []}
     key, number = found.last[rank]
-    entry, name = found.operations[key][rank][number], found.groups[key].name
-    shown = {"number": number, "group": name, "state": _state(entry, found), "frames": list(entry.frames)}
-    return {"rank": rank, "operation": entry.text, **shown}
+    entry = found.operations[key][rank][number]
+    text = f"{entry.text} number {number} of {found.groups[key].in_words}, {_state(entry, found)}"
+    return {"rank": rank, "operation": text, "frames": list(entry.frames)}
 
 
 def _state(entry: Entry, found: Recording) -> str:
@@ -322,16 +322,8 @@ def _screen(document: Mapping[str, Any]) -> str:
     if (more := len(document["groups"]) - _SHOWN_GROUPS) > 0:
         parts += ["", f"{counted(more, 'more group')}: see --json."]
     for last in document["last_operations"][:_SHOWN_RANKS]:
-        parts += ["", *_stack(last)]
+        frames = [frame for frame in last["frames"] if _LIBRARY not in frame] or last["frames"]
+        frames = frames or ["The dump has no Python stack: pickled dumps have one, JSON dumps do not."]
+        parts += ["", f"Rank {last['rank']}'s last operation: {last['operation']}"]
+        parts += [f"  {frame}" for frame in frames[:_SHOWN_FRAMES]]
     return stacked([*parts, *[""] * bool(document["notes"]), *document["notes"]])
-
-
-def _stack(last: Mapping[str, Any]) -> list[str]:
-    if last["operation"] is None:
-        return [f"Rank {last['rank']} has recorded no operation."]
-    where = f"number {last['number']} of {last['group']}, {last['state']}"
-    title = f"Rank {last['rank']}'s last operation: {last['operation']} {where}"
-    frames = [frame for frame in last["frames"] if _LIBRARY not in frame] or last["frames"]
-    if not frames:
-        return [title, "  The dump has no Python stack: pickled dumps have one, JSON dumps do not."]
-    return [title, *(f"  {frame}" for frame in frames[:_SHOWN_FRAMES])]

@@ -13,6 +13,7 @@ import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
@@ -124,7 +125,10 @@ def read_dump(rank: int, document: object) -> Dump:
         raise ValueError(f"entries must be a list, not a {type(raw).__name__}")
     if len(raw) > _MOST_ENTRIES:
         raise ValueError(f"a dump may have {_MOST_ENTRIES:,} entries at most, not {len(raw):,}")
-    entries = [entry for each in raw if (entry := _readable(each)) is not None]
+    entries: list[Entry] = []
+    for each in raw:
+        with suppress(KeyError, TypeError, ValueError, IndexError, AttributeError):
+            entries.append(_entry(each))
     if raw and not entries:
         raise ValueError(f"none of its {len(raw)} entries can be read")
     entries.sort(key=lambda entry: entry.record)
@@ -153,13 +157,6 @@ def _clear(entries: Sequence[Entry]) -> list[Entry]:
         return may_be_part and entry.launch not in launches and entry.state is State.SCHEDULED
 
     return [entry for entry in entries if not may_be_over(entry)]
-
-
-def _readable(raw: Any) -> Entry | None:
-    try:
-        return _entry(raw)
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError):
-        return None
 
 
 def _entry(raw: Mapping[str, Any]) -> Entry:
@@ -248,6 +245,8 @@ class Recording:
     def __init__(self, dumps: Sequence[Dump], world_size: int) -> None:
         self.dumps = {dump.rank: dump for dump in dumps}
         self.world = tuple(range(world_size))
+        self.absent = tuple(rank for rank in self.world if rank not in self.dumps)
+        """Ranks without a dump."""
         over = State.COMPLETED, State.RETIRED
         self.has_over = any(entry.state in over for dump in dumps for entry in dump.entries)
         """Whether operations are shown that are over; if not, perhaps only open ones were dumped."""
@@ -289,10 +288,14 @@ class Recording:
     def _communicating(self, dump: Dump) -> Iterable[tuple[str, Entry]]:
         """Yield group and operation, each with the state of its launch."""
         launched = {each.launch: each.state for each in dump.entries if each.operation == "coalesced"}
+        # A full buffer may have lost the first parts of its first launch.
+        cut = next((each.launch for each in dump.entries if self.has_over and dump.has_lost_entries), None)
         keys: dict[object, str | None] = {}
         for entry in dump.entries:
             if entry.ends is None and (entry.is_transfer or not entry.sequence):
                 continue  # a launch of transfers, or no operation of a group
+            if entry.ends is None and entry.launch == cut and cut in launched:
+                continue
             if (at := (entry.group, entry.ends)) not in keys:
                 keys[at] = self._group(dump, entry)
             if (key := keys[at]) is not None:
@@ -336,17 +339,12 @@ class Recording:
             numbered = found[rank] = dict[int, Entry]()
             for place, entry in enumerate(theirs, 1 + max(0, most - over[rank])):
                 number = place if group.pair else entry.sequence
-                numbered[number] = self._joined(numbered.get(number), entry)
+                first = numbered.setdefault(number, entry)
+                if first is not entry:  # they were launched together
+                    is_launch = entry.operation == "coalesced"
+                    agreed = first.agreed if is_launch else self.codes[first.agreed, entry.agreed]
+                    numbered[number] = replace(first, record=entry.record, state=entry.state, agreed=agreed)
         return found
-
-    def _joined(self, before: Entry | None, entry: Entry) -> Entry:
-        """Return operations that were launched together as one."""
-        if before is None:
-            return entry
-        if entry.operation == "coalesced":  # the launch of the entries before it, which have a text
-            return replace(before, state=entry.state)
-        text = before.text if before.text.endswith(", ...") else f"{before.text}, ..."
-        return replace(entry, agreed=self.codes[before.agreed, entry.agreed], text=text)
 
 
 # [Note: Devices]
@@ -486,8 +484,6 @@ class Explanation:
     incident: Incident | None
     """None if no rank waits, or if it is unknown for whom."""
     recording: Recording
-    absent: tuple[int, ...]
-    """Ranks without a dump."""
     waits: Mapping[str, Mapping[int, int]]
     """Group -> rank -> the first number that it has entered and that is not over."""
 
@@ -496,18 +492,16 @@ def explain(dumps: Sequence[Dump], world_size: int) -> Explanation:
     """Explain why the job of ``world_size`` ranks hangs, if it does."""
     found = Recording(dumps, world_size)
     mesh = Mesh.grid(pipeline=world_size)  # peers are unknown
-    absent = tuple(sorted({*found.world} - found.dumps.keys()))
     for by_device in (True, False) if found.has_starts else (False,):
         view = _View(found, by_device=by_device)
         reports = {rank: view.report(rank) for rank in found.dumps}
         # A rank without a dump will not leave one in another round.
-        incidents = diagnose(Round(reports, mesh, is_repeat=True, confirmed=absent, absent=_ABSENT)).incidents
-        if incidents:
+        observed = Round(reports, mesh, is_repeat=True, confirmed=found.absent, absent=_ABSENT)
+        if incidents := diagnose(observed).incidents:
             break
-    shown = found, absent, view.waits
-    without = f"{named(absent)} {_ABSENT}"
+    shown, without = (found, view.waits), f"{named(found.absent)} {_ABSENT}"
     for incident in incidents[:1]:
-        if 2 * len(absent) <= world_size or {*absent}.isdisjoint(incident.ranks):
+        if 2 * len(found.absent) <= world_size or {*found.absent}.isdisjoint(incident.ranks):
             return Explanation(True, incident.sentence, incident, *shown)
         # Files are missing, rather than ranks.
         waiting = sorted({rank for ranks in view.waits.values() for rank in ranks})
@@ -516,7 +510,7 @@ def explain(dumps: Sequence[Dump], world_size: int) -> Explanation:
         return Explanation(None, sentences(doubt), None, *shown)
     if not found.operations:
         return Explanation(None, "The dumps contain no operations.", None, *shown)
-    if absent:
+    if found.absent:
         doubt = f"no operation waits for a rank, but {without} and may have ended early"
         return Explanation(None, sentences(doubt), None, *shown)
     return Explanation(False, "The dumps show no hang: no operation waits for a rank.", None, *shown)
