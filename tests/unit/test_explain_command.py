@@ -125,6 +125,11 @@ def test_other_files_may_lie_among_the_dumps(dumps: Path):
     assert any("stderr.log: its name does not end with a rank" in note for note in found["notes"])
 
 
+def test_a_folder_without_a_file(tmp_path: Path):
+    (tmp_path / ".hidden").touch()
+    assert f"there is no file in {tmp_path}" in refused(tmp_path)
+
+
 def test_a_pickle_cannot_run_code(tmp_path: Path):
     witness = tmp_path / "witness"
 

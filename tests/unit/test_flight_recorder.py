@@ -228,13 +228,19 @@ ROWS: dict[str, tuple[Recorders | Documents, Scope | None, Sequence[int], Sequen
     "batches have the state of their launch": (batches_that_wait(), RANK, [0], []),
     "launched together": (coalesced(), None, [], []),
     "late after that": (coalesced().collective(ranks=[0, 1], state="started"), RANK, [2], []),
+    "a buffer that begins in the middle of a launch": (
+        full_buffers(coalesced().collective(ranks=[0, 1], state="started"), 20, 3, 20),
+        RANK,
+        [2],
+        ["number 6 of group default_pg"],
+    ),
     "full buffers": (full_buffers(late(steps=50), 10, 9, 7, 20), RANK, [2], ["number 52"]),
     "full buffers, another size": (full_buffers(other_size(), 10, 9, 7, 20), RANK, [2], ["as number 52"]),
     "one entry each, another size": (full_buffers(other_size(), 1, 1, 1, 1), RANK, [2], ["as number 52"]),
     "a group that one buffer has lost": (rare_group(3), RANK, [2], ["number 14 of group default_pg"]),
     "transfers in full buffers": (full_buffers(pipeline(transfers=40), 5, 30), None, [], []),
     "a receive without its send in full buffers": (
-        full_buffers(pipeline(transfers=40).receive(0, 1, state="started"), 5, 30),
+        full_buffers(pipeline(transfers=40).receive(0, 1, state="started"), 30, 5),
         RANK,
         [0],
         [],
@@ -243,7 +249,8 @@ ROWS: dict[str, tuple[Recorders | Documents, Scope | None, Sequence[int], Sequen
     # Rank 0 or 2 may have completed the broadcast; their dumps do not contain it.
     "a root in open operations only": (only_active(root_completed_early()), GROUP, ALL, ["may lack"]),
     "batches in open operations only": (only_active(batches().collective()), None, [], []),
-    "open batches only": (only_active(batches_that_wait()), RANK, [0], []),
+    # Rank 0 has completed its batch, or it is not a batch but a send, which waits.
+    "open batches only": (only_active(batches_that_wait()), GROUP, [0, 1], ["may lack operations"]),
     "an entry that cannot be read": (unreadable(), GROUP, ALL, ["Its record may lack operations"]),
     "a dump of an earlier moment": (outdated(), None, [], ["no hang"]),
 }

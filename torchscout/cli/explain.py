@@ -7,7 +7,7 @@ import pickle
 import re
 import resource
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from io import BytesIO
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -53,10 +53,8 @@ def explain(
     Works for jobs without torchscout. The exit status is 0 if the dumps show no hang, 1 if they show one, and
     2 if they do not tell or cannot be read.
     """
-    with refusing("--rank-pattern", re.error):
-        pattern = re.compile(_RANK if rank_pattern is None else rank_pattern)
-        if not pattern.groups:
-            raise ValueError(f"{rank_pattern!r} has no parentheses around the rank, as in 'rank(\\d+)'")
+    with refusing("--rank-pattern"):
+        pattern = _pattern(_RANK if rank_pattern is None else rank_pattern)
     with refusing("FILES"):
         read = [_read(path, pattern) for path in _files_in(files)]
         dumps = _dumps(read)
@@ -65,6 +63,16 @@ def explain(
     document = _report(found, read, is_guess=is_guess)
     print_report(document, _screen(document), as_json=as_json, output=output)
     raise typer.Exit({False: 0, True: 1, None: 2}[found.has_hang])
+
+
+def _pattern(text: str) -> re.Pattern[str]:
+    try:
+        pattern = re.compile(text)
+    except re.error as error:
+        raise ValueError(f"{text!r} is not a regular expression: {error}") from error
+    if not pattern.groups:
+        raise ValueError(f"{text!r} has no parentheses around the rank, as in 'rank(\\d+)'")
+    return pattern
 
 
 # Files.
@@ -82,10 +90,13 @@ def _files_in(paths: Iterable[Path]) -> list[Path]:
     """Return files, and the files in folders sorted by name, without hidden ones."""
     found: list[Path] = []
     for path in paths:
-        if path.is_dir():
-            found += [each for each in sorted(path.iterdir()) if each.is_file() and each.name[0] != "."]
-        else:
-            found.append(path)
+        if not path.exists():
+            raise ValueError(f"{path} does not exist")
+        inside = sorted(path.iterdir()) if path.is_dir() else []
+        found += [each for each in inside if each.is_file() and each.name[0] != "."]
+        found += [] if path.is_dir() else [path]
+    if not found:
+        raise ValueError(f"there is no file in {listed(paths)}")
     return list(dict.fromkeys(found))
 
 
@@ -139,10 +150,11 @@ def load(data: bytes) -> object:
 
 @contextmanager
 def _limited_memory(more: int) -> Iterator[None]:
-    """Let this process allocate ``more`` bytes at most."""
+    """Let this process allocate ``more`` bytes at most, where it can know how much it has (on Linux)."""
     before = soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    limit = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + more
-    resource.setrlimit(resource.RLIMIT_AS, (limit if soft < 0 else min(limit, soft), hard))
+    with suppress(FileNotFoundError):
+        limit = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + more
+        resource.setrlimit(resource.RLIMIT_AS, (limit if soft < 0 else min(limit, soft), hard))
     try:
         yield
     finally:
@@ -206,7 +218,7 @@ def _report(found: Explanation, read: Sequence[_File], *, is_guess: bool) -> dic
         "ranks": list(ranks),
         "action": None if incident is None else incident.action.value,
         "world_size": len(recording.world),
-        "without_dump": list(found.absent),
+        "without_dump": list(recording.absent),
         "groups": [_group(recording, key, number) for number, _, key in sorted(groups)],
         "last_operations": [_last(recording, rank) for rank in ranks if rank in recording.dumps],
         "notes": _notes(found, read, is_guess=is_guess),
@@ -241,11 +253,11 @@ def _group(found: Recording, key: str, number: int) -> dict[str, Any]:
 
 def _last(found: Recording, rank: int) -> dict[str, Any]:
     if rank not in found.last:
-        return {"rank": rank, "operation": None}
+        return {"rank": rank, "operation": "none is in its dump", "frames": []}
     key, number = found.last[rank]
-    entry, name = found.operations[key][rank][number], found.groups[key].name
-    shown = {"number": number, "group": name, "state": _state(entry, found), "frames": list(entry.frames)}
-    return {"rank": rank, "operation": entry.text, **shown}
+    entry = found.operations[key][rank][number]
+    text = f"{entry.text} number {number} of {found.groups[key].in_words}, {_state(entry, found)}"
+    return {"rank": rank, "operation": text, "frames": list(entry.frames)}
 
 
 def _state(entry: Entry, found: Recording) -> str:
@@ -310,16 +322,8 @@ def _screen(document: Mapping[str, Any]) -> str:
     if (more := len(document["groups"]) - _SHOWN_GROUPS) > 0:
         parts += ["", f"{counted(more, 'more group')}: see --json."]
     for last in document["last_operations"][:_SHOWN_RANKS]:
-        parts += ["", *_stack(last)]
+        frames = [frame for frame in last["frames"] if _LIBRARY not in frame] or last["frames"]
+        frames = frames or ["The dump has no Python stack: pickled dumps have one, JSON dumps do not."]
+        parts += ["", f"Rank {last['rank']}'s last operation: {last['operation']}"]
+        parts += [f"  {frame}" for frame in frames[:_SHOWN_FRAMES]]
     return stacked([*parts, *[""] * bool(document["notes"]), *document["notes"]])
-
-
-def _stack(last: Mapping[str, Any]) -> list[str]:
-    if last["operation"] is None:
-        return [f"Rank {last['rank']} has recorded no operation."]
-    where = f"number {last['number']} of {last['group']}, {last['state']}"
-    title = f"Rank {last['rank']}'s last operation: {last['operation']} {where}"
-    frames = [frame for frame in last["frames"] if _LIBRARY not in frame] or last["frames"]
-    if not frames:
-        return [title, "  The dump has no Python stack: pickled dumps have one, JSON dumps do not."]
-    return [title, *(f"  {frame}" for frame in frames[:_SHOWN_FRAMES])]

@@ -13,6 +13,7 @@ import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
@@ -107,6 +108,8 @@ class Dump:
     """The size of the group of all ranks, if it was recorded."""
     unreadable: int
     """Entries that could not be read."""
+    unclear: int
+    """Entries that were left out because they may be over or not."""
     has_lost_entries: bool
     """Whether older operations are missing: the buffer was full, or only open ones were dumped."""
 
@@ -122,7 +125,10 @@ def read_dump(rank: int, document: object) -> Dump:
         raise ValueError(f"entries must be a list, not a {type(raw).__name__}")
     if len(raw) > _MOST_ENTRIES:
         raise ValueError(f"a dump may have {_MOST_ENTRIES:,} entries at most, not {len(raw):,}")
-    entries = [entry for each in raw if (entry := _readable(each)) is not None]
+    entries: list[Entry] = []
+    for each in raw:
+        with suppress(KeyError, TypeError, ValueError, IndexError, AttributeError):
+            entries.append(_entry(each))
     if raw and not entries:
         raise ValueError(f"none of its {len(raw)} entries can be read")
     entries.sort(key=lambda entry: entry.record)
@@ -133,30 +139,24 @@ def read_dump(rank: int, document: object) -> Dump:
         if isinstance(name, str) and isinstance(each, Mapping) and (members := _members(each.get("ranks"))):
             groups[_words(name)] = members
             world_size = len(members) if each.get("desc") == _WORLD else world_size
-    unreadable = len(raw) - len(entries)
+    clear = entries
     if has_lost and all(entry.state in (State.SCHEDULED, State.STARTED) for entry in entries):
-        entries = _without_launched(entries)
-    return Dump(rank, tuple(entries), groups, world_size, unreadable, has_lost)
+        clear = _clear(entries)
+    unreadable, unclear = len(raw) - len(entries), len(entries) - len(clear)
+    return Dump(rank, tuple(clear), groups, world_size, unreadable, unclear, has_lost)
 
 
-def _without_launched(entries: Sequence[Entry]) -> list[Entry]:
-    """Leave out parts of launches that a dump of open operations lacks, because they have completed: only the
-    launch, which is the entry after them, has their state."""
+def _clear(entries: Sequence[Entry]) -> list[Entry]:
+    """Return the entries of a dump of open operations without those that may be parts of launches. Only a
+    launch, which is the entry after its parts, has their state, and it is left out once it has completed."""
     launches = {entry.launch for entry in entries if entry.operation == "coalesced"}
     count = Counter(entry.launch for entry in entries)
 
     def may_be_over(entry: Entry) -> bool:
-        is_part = entry.is_transfer or count[entry.launch] > 1
-        return is_part and entry.launch not in launches and entry.state is State.SCHEDULED
+        may_be_part = entry.is_transfer or count[entry.launch] > 1
+        return may_be_part and entry.launch not in launches and entry.state is State.SCHEDULED
 
     return [entry for entry in entries if not may_be_over(entry)]
-
-
-def _readable(raw: Any) -> Entry | None:
-    try:
-        return _entry(raw)
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError):
-        return None
 
 
 def _entry(raw: Mapping[str, Any]) -> Entry:
@@ -245,8 +245,14 @@ class Recording:
     def __init__(self, dumps: Sequence[Dump], world_size: int) -> None:
         self.dumps = {dump.rank: dump for dump in dumps}
         self.world = tuple(range(world_size))
+        self.absent = tuple(rank for rank in self.world if rank not in self.dumps)
+        """Ranks without a dump."""
+        over = State.COMPLETED, State.RETIRED
+        self.has_over = any(entry.state in over for dump in dumps for entry in dump.entries)
+        """Whether operations are shown that are over; if not, perhaps only open ones were dumped."""
         lost = {dump.rank for dump in dumps if dump.has_lost_entries}
-        self.lost = lost | {dump.rank for dump in dumps if lost and not dump.entries}
+        is_empty = {dump.rank for dump in dumps if lost and not self.has_over and not dump.entries}
+        self.lost = lost | is_empty
         """Ranks that may have issued more than their dumps show."""
         self.groups: dict[str, CommGroup] = {}
         self.guessed: set[str] = set()
@@ -262,11 +268,8 @@ class Recording:
         self.has_starts = any(entry.was_started for entry in on_device) and all(completed)
         """Whether the dumps distinguish what a device has begun from what is only issued."""
         self.codes = _Codes()
-        self._known: dict[str, set[tuple[int, ...]]] = defaultdict(set)
         self._used: dict[tuple[str, str], set[int]] = defaultdict(set)
         for dump in dumps:
-            for name, members in dump.groups.items():
-                self._known[name].add(members)
             for entry in dump.entries:
                 self._used[entry.group].add(dump.rank)
         issued: dict[str, dict[int, list[Entry]]] = defaultdict(lambda: defaultdict(list))
@@ -285,14 +288,19 @@ class Recording:
     def _communicating(self, dump: Dump) -> Iterable[tuple[str, Entry]]:
         """Yield group and operation, each with the state of its launch."""
         launched = {each.launch: each.state for each in dump.entries if each.operation == "coalesced"}
+        # A full buffer may have lost the first parts of its first launch.
+        cut = next((each.launch for each in dump.entries if self.has_over and dump.has_lost_entries), None)
         keys: dict[object, str | None] = {}
         for entry in dump.entries:
             if entry.ends is None and (entry.is_transfer or not entry.sequence):
                 continue  # a launch of transfers, or no operation of a group
+            if entry.ends is None and entry.launch == cut and cut in launched:
+                continue
             if (at := (entry.group, entry.ends)) not in keys:
                 keys[at] = self._group(dump, entry)
             if (key := keys[at]) is not None:
-                yield key, replace(entry, state=launched.get(entry.launch, entry.state))
+                state = launched.get(entry.launch, entry.state)
+                yield key, entry if state is entry.state else replace(entry, state=state)
 
     def _group(self, dump: Dump, entry: Entry) -> str | None:
         """Return the key of an operation's group; None for a transfer whose ends are not in the group."""
@@ -315,9 +323,6 @@ class Recording:
         name, description = entry.group
         if own := dump.groups.get(name):
             return own, False
-        others = {members for members in self._known[name] if dump.rank in members}
-        if len(others) == 1:
-            return others.pop(), False
         if description == _WORLD:
             return self.world, False
         used = self._used[entry.group]
@@ -328,24 +333,18 @@ class Recording:
         over = {
             rank: sum(each.state is State.COMPLETED for each in theirs) for rank, theirs in issued.items()
         }
-        is_aligned = not self.lost.isdisjoint(issued)
+        most = 0 if self.lost.isdisjoint(issued) else max(over.values())
         found: dict[int, dict[int, Entry]] = {}
         for rank, theirs in issued.items():
             numbered = found[rank] = dict[int, Entry]()
-            before = max(over.values()) - over[rank] if is_aligned else 0
-            for place, entry in enumerate(theirs, 1):
-                number = before + place if group.pair else entry.sequence
-                numbered[number] = self._joined(numbered.get(number), entry)
+            for place, entry in enumerate(theirs, 1 + max(0, most - over[rank])):
+                number = place if group.pair else entry.sequence
+                first = numbered.setdefault(number, entry)
+                if first is not entry:  # they were launched together
+                    is_launch = entry.operation == "coalesced"
+                    agreed = first.agreed if is_launch else self.codes[first.agreed, entry.agreed]
+                    numbered[number] = replace(first, record=entry.record, state=entry.state, agreed=agreed)
         return found
-
-    def _joined(self, before: Entry | None, entry: Entry) -> Entry:
-        """Return operations that were launched together as one."""
-        if before is None:
-            return entry
-        if entry.operation == "coalesced":  # the launch of the entries before it, which have a text
-            return replace(before, state=entry.state)
-        text = before.text if before.text.endswith(", ...") else f"{before.text}, ..."
-        return replace(entry, agreed=self.codes[before.agreed, entry.agreed], text=text)
 
 
 # [Note: Devices]
@@ -366,8 +365,9 @@ class Recording:
 #
 # Dumps show windows of different lengths. Operations are compared from where the windows of all ranks have
 # begun; what came before is taken to be equal. If a dump has lost entries and shows none of a group in which
-# others wait, its rank has not entered that operation, which would be open. Collectives that a member may
-# complete before the others are the exception: then nobody knows, and the rank's report is incomplete.
+# others wait, its rank has not entered that operation, which would be open and shown. If only open operations
+# were dumped, it may have completed the operation if that is a collective that ends early, such as a
+# broadcast at its root. Then the rank's report is incomplete, so that nobody is named because of it.
 
 
 class _View:
@@ -378,7 +378,7 @@ class _View:
         self.waits: dict[str, dict[int, int]] = {}
         self._entered: dict[int, dict[str, int]] = defaultdict(dict)
         self._recent: dict[int, list[tuple[int, IssuedOp]]] = defaultdict(list)
-        self._incomplete = {rank for rank, dump in found.dumps.items() if dump.unreadable}
+        self._incomplete = {rank for rank, dump in found.dumps.items() if dump.unreadable or dump.unclear}
         for key in found.groups:
             self._look_at(key)
 
@@ -400,11 +400,15 @@ class _View:
         if not (waits := {rank: number for rank, number in first.items() if number}):
             return
         self.waits[key] = waits
-        earliest = min(waits, key=waits.__getitem__)
-        if begun[earliest][waits[earliest]].operation in _ENDS_EARLY:
-            self._incomplete |= begun.keys() - last.keys()
+        waiter, earliest = min(waits.items(), key=lambda each: each[1])
+        may_be_over = begun[waiter][earliest].operation in _ENDS_EARLY and not self._found.has_over
+        self._incomplete |= {
+            rank
+            for rank in begun.keys() - last.keys()
+            if may_be_over or min(operations.get(rank, ()), default=0) > earliest
+        }
         for rank in begun:
-            self._entered[rank][key] = max(by_all, last.get(rank, waits[earliest] - 1))
+            self._entered[rank][key] = max(by_all, last.get(rank, earliest - 1))
         self._compare(key, begun, max(waits.values()))
 
     def _compare(self, key: str, begun: Mapping[int, Mapping[int, Entry]], last: int) -> None:
@@ -480,8 +484,6 @@ class Explanation:
     incident: Incident | None
     """None if no rank waits, or if it is unknown for whom."""
     recording: Recording
-    absent: tuple[int, ...]
-    """Ranks without a dump."""
     waits: Mapping[str, Mapping[int, int]]
     """Group -> rank -> the first number that it has entered and that is not over."""
 
@@ -490,18 +492,16 @@ def explain(dumps: Sequence[Dump], world_size: int) -> Explanation:
     """Explain why the job of ``world_size`` ranks hangs, if it does."""
     found = Recording(dumps, world_size)
     mesh = Mesh.grid(pipeline=world_size)  # peers are unknown
-    absent = tuple(sorted({*found.world} - found.dumps.keys()))
     for by_device in (True, False) if found.has_starts else (False,):
         view = _View(found, by_device=by_device)
         reports = {rank: view.report(rank) for rank in found.dumps}
         # A rank without a dump will not leave one in another round.
-        incidents = diagnose(Round(reports, mesh, is_repeat=True, confirmed=absent, absent=_ABSENT)).incidents
-        if incidents:
+        observed = Round(reports, mesh, is_repeat=True, confirmed=found.absent, absent=_ABSENT)
+        if incidents := diagnose(observed).incidents:
             break
-    shown = found, absent, view.waits
-    without = f"{named(absent)} {_ABSENT}"
+    shown, without = (found, view.waits), f"{named(found.absent)} {_ABSENT}"
     for incident in incidents[:1]:
-        if 2 * len(absent) <= world_size or {*absent}.isdisjoint(incident.ranks):
+        if 2 * len(found.absent) <= world_size or {*found.absent}.isdisjoint(incident.ranks):
             return Explanation(True, incident.sentence, incident, *shown)
         # Files are missing, rather than ranks.
         waiting = sorted({rank for ranks in view.waits.values() for rank in ranks})
@@ -510,7 +510,7 @@ def explain(dumps: Sequence[Dump], world_size: int) -> Explanation:
         return Explanation(None, sentences(doubt), None, *shown)
     if not found.operations:
         return Explanation(None, "The dumps contain no operations.", None, *shown)
-    if absent:
+    if found.absent:
         doubt = f"no operation waits for a rank, but {without} and may have ended early"
         return Explanation(None, sentences(doubt), None, *shown)
     return Explanation(False, "The dumps show no hang: no operation waits for a rank.", None, *shown)
