@@ -103,8 +103,6 @@ class Hangs:
         ]
         self._syncs = np.array(worlds)[job.stage] + 1
         """How many operations of a step a host issues before it needs a result."""
-        self._at = np.stack(job.tick_lines)
-        """The line of each rank at each tick."""
         self._alone = job.mesh.on(job.layout.hosts(1))
 
     def make(self, family: str, condition: str, chance: np.random.Generator) -> Hang:
@@ -213,7 +211,7 @@ class Hangs:
         if chance.random() < 0.3:
             tick = np.full(self.job.size, standing.tick[first] % len(self.job.ticks))
             nobody = np.zeros(self.job.size, dtype=bool)
-            draft.standing, draft.moving = Standing(tick, nobody, nobody, {}), True
+            draft.standing, draft.moving = Standing(tick, nobody, nobody), True
         elif how == "killed" and chance.random() < 0.3:
             standing.inside[first] = True
         ago = float(chance.uniform(0.2, 6))
@@ -232,7 +230,7 @@ class Hangs:
     def _fail_with(self, draft: _Draft, setting: _Setting, how: How) -> None:
         """End trainers that wait in operations with others that are gone, in two waves."""
         ranks = np.arange(self.job.size)
-        at = self._at[draft.standing.tick % len(self.job.ticks), ranks]
+        at = self.job.tick_lines[draft.standing.tick % len(self.job.ticks), ranks]
         for _ in range(2):
             gone = [*(draft.ends.keys() | draft.absent)]
             lines = np.unique(np.concatenate([lines[gone] for lines in self.job.line_of.values()]))
@@ -285,7 +283,7 @@ class Hangs:
         """Nobody is at fault: all ranks evaluate for long, or move, here and there in the step."""
         moving, nobody = bool(setting.chance.random() < 0.5), np.zeros(self.job.size, dtype=bool)
         ticks = setting.chance.integers(len(self.job.ticks), size=self.job.size) * moving
-        return _Draft(Standing(ticks, nobody, nobody, {}), moving=moving)
+        return _Draft(Standing(ticks, nobody, nobody), moving=moving)
 
     def _slot(self, setting: _Setting, rank: int, kinds: Collection[str] = ()) -> tuple[int, int]:
         """Return a random tick at which ``rank`` has an operation, and its line."""

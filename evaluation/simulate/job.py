@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from functools import cached_property
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -50,8 +51,6 @@ class Slot(NamedTuple):
     kind: str
     ordinal: int
     """How many operations of the same line precede it in the step."""
-    text: str
-    phase: Phase
 
 
 _RECEIVED = {"to_next": "from_previous", "to_previous": "from_next"}
@@ -70,10 +69,13 @@ class Job:
         self._add_pairs()
         self.stage: Ints = np.arange(self.size) // layout.between_stages % layout.pipeline
         self.ticks = [each for each in _step(layout) if each.stages and each.kind in self.line_of]
-        self.tick_lines = [self._lines_at(tick) for tick in self.ticks]
-        """The line of each rank at each tick, ``NOTHING`` if it takes no part."""
+        self.tick_lines = np.stack([self._lines_at(tick) for tick in self.ticks])
+        """By tick, the line of each rank, ``NOTHING`` if it takes no part."""
         self.programs = [self._program(stage) for stage in range(layout.pipeline)]
         """The operations of a step, by stage."""
+        ticks = [[slot.tick for slot in program] for program in self.programs]
+        self.entered_before = np.array([np.searchsorted(each, range(len(self.ticks) + 1)) for each in ticks])
+        """By stage and tick: how many operations of a step come before it."""
 
     @cached_property
     def groups_of(self) -> dict[str, list[CommGroup | None]]:
@@ -86,21 +88,10 @@ class Job:
     @cached_property
     def counts(self) -> list[list[dict[str, int]]]:
         """By stage and by the number of operations entered in a step: how many of each kind."""
-        found = []
-        for program in self.programs:
-            counts: list[dict[str, int]] = [dict.fromkeys((slot.kind for slot in program), 0)]
-            for slot in program:
-                counts.append({**counts[-1], slot.kind: counts[-1][slot.kind] + 1})
-            found.append(counts)
-        return found
-
-    @cached_property
-    def entered_before(self) -> Ints:
-        """By stage and tick: how many operations of a step come before it."""
-        taken = np.zeros((len(self.programs), len(self.ticks)), dtype=np.int64)
-        for stage, program in enumerate(self.programs):
-            taken[stage, [slot.tick for slot in program]] = 1
-        return np.concatenate([np.zeros((len(taken), 1), dtype=np.int64), taken.cumsum(axis=1)], axis=1)
+        return [
+            [*accumulate(program, _counted, initial=dict.fromkeys((slot.kind for slot in program), 0))]
+            for program in self.programs
+        ]
 
     def members(self, line: int) -> tuple[int, ...]:
         return self.lines[line].members
@@ -154,16 +145,18 @@ class Job:
         return lines.astype(np.int32)
 
     def _program(self, stage: int) -> list[Slot]:
-        shift = {"to_next": -1, "to_previous": 1}
-        slots, before = [], Counter[str]()
-        for number, tick in enumerate(self.ticks):
-            kind = tick.kind if stage in tick.stages else None
-            if kind is None and tick.kind in shift and stage + shift[tick.kind] in tick.stages:
-                kind = _RECEIVED[tick.kind]
-            if kind is not None:
-                slots.append(Slot(number, kind, before[kind], tick.text, tick.phase))
-                before[kind] += 1
-        return slots
+        rank = int(np.argmax(self.stage == stage))
+        kinds = {int(lines[rank]): kind for kind, lines in self.line_of.items()}
+        found, before = list[Slot](), Counter[str]()
+        for tick, line in enumerate(self.tick_lines[:, rank].tolist()):
+            if line != NOTHING:
+                found.append(Slot(tick, kinds[line], before[kinds[line]]))
+                before[kinds[line]] += 1
+        return found
+
+
+def _counted(counts: dict[str, int], slot: Slot) -> dict[str, int]:
+    return counts | {slot.kind: counts[slot.kind] + 1}
 
 
 def _step(layout: Layout) -> Iterator[Tick]:

@@ -103,11 +103,12 @@ class Reporter:
             slot = program[index]
             number = step * counts[-1][slot.kind] + slot.ordinal + 1
             groups = self.job.groups_of[slot.kind]
-            shown.append(_Shown(groups, number, slot.text, hashed(f"{slot.text} {number}")))
+            text = self.job.ticks[slot.tick].text
+            shown.append(_Shown(groups, number, text, hashed(f"{text} {number}")))
         numbers = {kind: steps * whole + counts[done][kind] for kind, whole in counts[-1].items()}
         return _Place(
             done + 1,
-            program[done].phase if done else Phase.INPUT,
+            self.job.ticks[program[done].tick].phase if done else Phase.INPUT,
             steps,
             [(self.job.groups_of[kind], number) for kind, number in numbers.items() if number],
             shown,
