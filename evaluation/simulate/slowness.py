@@ -64,11 +64,15 @@ class Slowness:
             pair = len(peers) == 2
             truth = Truth(group=frozenset(peers.ranks)) if pair else Truth(frozenset({rank}))
         elif family != "noise":
-            spanning = {int(self.job.line_of[kind][each]) for kind in self._kinds for each in here} - {NOTHING}
+            spanning = {int(self.job.line_of[kind][each]) for kind in self._kinds for each in here} - {
+                NOTHING
+            }
             inner = {line for line in spanning if {*self.job.members(line)} <= {*here}}
             groups = dict.fromkeys(sorted(spanning - (set() if family == "slow_machine" else inner)), factor)
             everyone = frozenset(each for line in groups for each in self.job.members(line))
-            truth = Truth(frozenset(here)) if family == "slow_machine" else Truth(group=everyone)
+            # Without groups of its own, a machine and its link to the network look the same.
+            link = Truth(group=everyone, also=frozenset(() if inner else here))
+            truth = Truth(frozenset(here)) if family == "slow_machine" else link
         sigma, tail = float(chance.choice([0.01, 0.03, 0.06])), float(chance.choice([0.0, 1e-4, 1e-3]))
         return Slow(truth, compute, groups, sigma, tail)
 
@@ -108,7 +112,11 @@ class Slowness:
             alike[tuple((kind, axes[line]) for kind, line in lines.items() if line in axes)].append(rank)
         tables = []
         for kinds, ranks in alike.items():
-            lines_of = np.array([self.job.line_of[kind][ranks] for kind, _ in kinds], np.int64).reshape(-1, len(ranks)).T
+            lines_of = (
+                np.array([self.job.line_of[kind][ranks] for kind, _ in kinds], np.int64)
+                .reshape(-1, len(ranks))
+                .T
+            )
             values, laps = np.zeros((len(ranks), 1 + len(kinds) * _LAP)), []
             for place, (kind, axis) in enumerate(kinds):
                 laps.append(TimedLap(Surface(f"time/all_reduce_{kind}"), axis, 1 + place * _LAP, 1))

@@ -7,15 +7,14 @@ from dataclasses import replace
 
 import pytest
 
+from evaluation.simulate.job import Job
+from evaluation.simulate.layouts import layout_of
+from evaluation.simulate.reports import Reporter
 from tests.unit.test_columns import some_job
 from torchscout.decision.progress import CommGroup, IssuedOp, Phase, Process, Progress, RankStatus
 from torchscout.observer.rounds.post import HEADER, MISTAKES, ROW, RUN, Header, Post, Row
 from torchscout.observer.rounds.post_writer import post_of
 from torchscout.observer.rounds.rank_report import RankReport
-from torchscout.simulate.hangs import Hangs
-from torchscout.simulate.job import Job
-from torchscout.simulate.layouts import layout_of
-from torchscout.simulate.reports import Stand
 
 WORLD = CommGroup("world", (0, 1, 2), "world")
 PROGRESS = Progress(
@@ -68,9 +67,9 @@ def test_ranks_of_stuck_jobs_are_read_as_they_were_sent():
 @pytest.mark.parametrize("name", ["llama3-405b", "megascale", "megatron-1t", "megascale-moe", "deepseek-v3"])
 def test_an_ordinary_post_has_two_kib_at_most(name: str):
     job = Job(layout_of(name))
-    reporter = Hangs(job).reporter
+    reporter = Reporter(job)
     for rank in range(0, job.size, job.size // 7):
-        assert len(reporter.post(rank, Stand(5000, 4990)).data) <= 2048
+        assert len(post_of(reporter.report(rank, 5000, 4990), 1)) <= 2048
 
 
 def test_a_post_of_many_members_is_small():
