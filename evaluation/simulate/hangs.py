@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from evaluation.simulate.job import Job
-from evaluation.simulate.reports import STEP, Reporter, diverging, without
+from evaluation.simulate.reports import STEP, Reporter, differing
 from evaluation.simulate.scoring import Truth
 from evaluation.simulate.spread import Faults, Standing, spread
 from torchscout.decision.hang import Round, diagnose
@@ -332,10 +332,11 @@ class Hangs:
             reports[rank] = report
         for rank, line in standing.lagging.items():
             key, number = self._issued_at(setting, rank, draft.skipped_at, line)
-            reports[rank] = without(reports[rank], key, number)
+            reports[rank] = differing(reports[rank], key, number, skips=True)
         if draft.diverging is not None:
             rank, line, tick = draft.diverging
-            reports[rank] = diverging(reports[rank], *self._issued_at(setting, rank, tick, line))
+            key, number = self._issued_at(setting, rank, tick, line)
+            reports[rank] = differing(reports[rank], key, number, skips=False)
         return reports
 
     def _ended(self, report: RankReport, draft: _Draft) -> RankReport:

@@ -78,10 +78,10 @@ class Job:
         """By stage and tick: how many operations of a step come before it."""
 
     @cached_property
-    def groups_of(self) -> dict[str, list[CommGroup | None]]:
-        """Kind -> the group of each rank."""
+    def keys_of(self) -> dict[str, list[str]]:
+        """Kind -> the key of each rank's group."""
         return {
-            kind: [None if line == NOTHING else self.lines[line] for line in lines.tolist()]
+            kind: ["" if line == NOTHING else self.lines[line].key for line in lines.tolist()]
             for kind, lines in self.line_of.items()
         }
 
