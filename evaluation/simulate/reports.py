@@ -136,7 +136,7 @@ class _Window(Window):
     def last_numbers(self) -> Mapping[str, int]:
         return {each.keys[self._rank]: each.number for each in self._place.last}
 
-    def has_splits(self, group: str) -> bool:
+    def has_splits(self, _: str) -> bool:
         return False
 
     def last_entered(self, entered: Mapping[str, int]) -> tuple[str, int] | None:

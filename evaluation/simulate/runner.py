@@ -114,8 +114,16 @@ def report_of(
         "memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         "families": {name: dict(counts) for name, counts in families.items()},
         "not_right": [
-            _example(each)
-            for outcome in (Outcome.WRONG, Outcome.INCONCLUSIVE)
+            {
+                "scenario": each.index,
+                "family": each.family,
+                "condition": each.condition,
+                "degrees": f"{each.layout.degrees}, {each.layout.per_host} on a machine",
+                "outcome": outcome.value,
+                "healthy_alone": each.score.healthy_alone,
+                "sentence": each.score.sentence[:300],
+            }
+            for outcome in _SEVEREST[:2]
             for each in decided
             if each.score.outcome is outcome
         ][:_EXAMPLES],
@@ -124,15 +132,3 @@ def report_of(
         report[f"{outcome.value}_rate"] = outcomes[outcome] / len(decided)
         report[f"{outcome.value}_interval"] = list(interval(outcomes[outcome], len(decided)))
     return {**report, "goals": {name: report[name] <= most for name, most in GOALS.items()}}
-
-
-def _example(each: Decided) -> dict[str, Any]:
-    return {
-        "scenario": each.index,
-        "family": each.family,
-        "condition": each.condition,
-        "degrees": f"{each.layout.degrees}, {each.layout.per_host} on a machine",
-        "outcome": each.score.outcome.value,
-        "healthy_alone": each.score.healthy_alone,
-        "sentence": each.score.sentence[:300],
-    }
