@@ -100,10 +100,6 @@ class Hangs:
 
     def __init__(self, job: Job) -> None:
         self.job, self.reporter = job, Reporter(job)
-        self._lengths = np.array([len(program) for program in job.programs])[job.stage]
-        # How many operations of a step a host issues before it needs a result, that of the whole job.
-        syncs = [[slot.kind for slot in program] for program in job.programs]
-        self._syncs = np.array([each.index("world") + 1 for each in syncs])[job.stage]
         self._one_each = job.mesh.on(job.layout.hosts(1))
 
     def make(self, family: str, condition: str, chance: np.random.Generator) -> Hang:
@@ -221,24 +217,24 @@ class Hangs:
 
     def _slot(self, setting: _Setting, rank: int, kinds: Collection[str] = ()) -> tuple[int, int]:
         """Return a random tick at which ``rank`` has an operation, and its line."""
-        slots = [
-            slot
-            for slot in self.job.programs[int(self.job.stage[rank])]
-            if (not kinds or slot.kind in kinds) and not self.job.ticks[slot.tick].posted
+        found = [
+            (tick, kind)
+            for tick, kind in enumerate(self.job.programs[int(self.job.stage[rank])])
+            if kind is not None and (not kinds or kind in kinds) and not self.job.ticks[tick].posted
         ]
-        slot = slots[int(setting.chance.integers(len(slots)))]
-        return slot.tick, int(self.job.line_of[slot.kind][rank])
+        tick, kind = found[int(setting.chance.integers(len(found)))]
+        return tick, int(self.job.line_of[kind][rank])
 
     # What observers report.
 
     def _reports(self, draft: _Draft, setting: _Setting) -> _Reports:
         standing, chance = draft.standing, setting.chance
         on_devices = not draft.late_hosts or bool(chance.random() < 0.5)
-        steps, ticks = np.divmod(standing.tick, len(self.job.ticks))
-        begun = (setting.steps + steps) * self._lengths
-        entered = begun + self.job.entered_before[self.job.stage, ticks] + standing.inside
-        # A host runs ahead of its device until it needs a result.
-        ahead = begun + self._syncs + np.where(entered - begun > self._syncs, self._lengths, 0)
+        # A host runs ahead of its device until it needs a result, that of the whole job.
+        ticks = len(self.job.ticks)
+        sync = 1 + next(place for place, each in enumerate(self.job.ticks) if each.kind == "world")
+        entered = setting.steps * ticks + standing.tick + standing.inside
+        ahead = entered // ticks * ticks + sync + np.where(entered % ticks > sync, ticks, 0)
         stays = ~standing.inside & draft.late_hosts
         issued = np.where(stays | (not on_devices), entered, ahead).tolist()
         shown = [None, False][int(chance.integers(2))] if on_devices else True
@@ -265,11 +261,9 @@ class Hangs:
             reports[rank] = report
         if draft.differs is not None:
             rank, line, tick = draft.differs
-            program, counts = (
-                each[int(self.job.stage[rank])] for each in (self.job.programs, self.job.counts)
-            )
-            slot = next(each for each in program if each.tick == tick)
-            number = setting.steps * counts[-1][slot.kind] + slot.ordinal + 1
+            counts, kind = self.job.counts[stage := int(self.job.stage[rank])], self.job.programs[stage][tick]
+            assert kind is not None
+            number = setting.steps * counts[-1][kind] + counts[tick].get(kind, 0) + 1
             key, skips = self.job.lines[line].key, bool(standing.lagging)
             reports[rank] = differing(reports[rank], key, number, skips=skips)
         return reports

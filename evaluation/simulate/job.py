@@ -10,8 +10,7 @@ groups. Gradients are reduced among replicas, partly in the background, and the 
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
@@ -23,7 +22,7 @@ from evaluation.simulate.layouts import Layout
 from torchscout.decision.progress import CommGroup, Phase
 from torchscout.mesh import LayerKind
 
-__all__ = ["NOTHING", "Ints", "Job", "Slot", "Tick"]
+__all__ = ["NOTHING", "Ints", "Job", "Tick"]
 
 Ints = npt.NDArray[np.int64]
 NOTHING = -1
@@ -42,15 +41,6 @@ class Tick(NamedTuple):
     phase: Phase
     posted: bool = False
     """Whether ranks go on without waiting for it."""
-
-
-class Slot(NamedTuple):
-    """One operation in the program of a stage."""
-
-    tick: int
-    kind: str
-    ordinal: int
-    """How many operations of the same line precede it in the step."""
 
 
 _RECEIVED = {"to_next": "from_previous", "to_previous": "from_next"}
@@ -72,10 +62,9 @@ class Job:
         self.tick_lines = np.stack([self._lines_at(tick) for tick in self.ticks])
         """By tick, the line of each rank, ``NOTHING`` if it takes no part."""
         self.programs = [self._program(stage) for stage in range(layout.pipeline)]
-        """The operations of a step, by stage."""
-        ticks = [[slot.tick for slot in program] for program in self.programs]
-        self.entered_before = np.array([np.searchsorted(each, range(len(self.ticks) + 1)) for each in ticks])
-        """By stage and tick: how many operations of a step come before it."""
+        """By stage and tick, the kind of line that has an operation, or None."""
+        self.counts = [[*accumulate(each, _counted, initial=_counted({}))] for each in self.programs]
+        """By stage and tick, how many operations of a step come before it on each kind of line."""
 
     @cached_property
     def keys_of(self) -> dict[str, list[str]]:
@@ -84,14 +73,6 @@ class Job:
             kind: ["" if line == NOTHING else self.lines[line].key for line in lines.tolist()]
             for kind, lines in self.line_of.items()
         }
-
-    @cached_property
-    def counts(self) -> list[list[dict[str, int]]]:
-        """By stage and by the number of operations entered in a step: how many of each kind."""
-        return [
-            [*accumulate(program, _counted, initial=dict.fromkeys((slot.kind for slot in program), 0))]
-            for program in self.programs
-        ]
 
     def members(self, line: int) -> tuple[int, ...]:
         return self.lines[line].members
@@ -104,10 +85,8 @@ class Job:
             "world": [tuple(range(self.size))],
         }
         if layout.expert > 1:
-            in_tensor = layout.expert_in_tensor
-            groups["expert"] = (
-                groups["tensor"] if in_tensor else mesh.groups_along("expert", LayerKind.EXPERT)
-            )
+            apart = mesh.groups_along("expert", LayerKind.EXPERT)
+            groups["expert"] = groups["tensor"] if layout.expert_in_tensor else apart
         for kind, found in groups.items():
             if len(found[0]) > 1:
                 lines = np.full(self.size, NOTHING)
@@ -128,9 +107,8 @@ class Job:
         ):
             first = len(self.lines)
             for source, destination in zip(sources.tolist(), destinations.tolist(), strict=True):
-                key = f"{source}>{destination}"
-                name = f"{source} -> {destination}"
-                self.lines.append(CommGroup(key, (source, destination), name, pair=True))
+                pair, name = (source, destination), f"{source} -> {destination}"
+                self.lines.append(CommGroup(name, pair, name, pair=True))
             for each, place in ((kind, sources), (_RECEIVED[kind], destinations)):
                 lines = np.full(self.size, NOTHING)
                 lines[place] = np.arange(first, first + len(sources))
@@ -144,19 +122,14 @@ class Job:
             lines = np.where(receivers, self.line_of[received], lines)
         return lines.astype(np.int32)
 
-    def _program(self, stage: int) -> list[Slot]:
+    def _program(self, stage: int) -> list[str | None]:
         rank = int(np.argmax(self.stage == stage))
-        kinds = {int(lines[rank]): kind for kind, lines in self.line_of.items()}
-        found, before = list[Slot](), Counter[str]()
-        for tick, line in enumerate(self.tick_lines[:, rank].tolist()):
-            if line != NOTHING:
-                found.append(Slot(tick, kinds[line], before[kinds[line]]))
-                before[kinds[line]] += 1
-        return found
+        kinds: dict[int, str | None] = {int(lines[rank]): kind for kind, lines in self.line_of.items()}
+        return [(kinds | {NOTHING: None})[line] for line in self.tick_lines[:, rank].tolist()]
 
 
-def _counted(counts: dict[str, int], slot: Slot) -> dict[str, int]:
-    return counts | {slot.kind: counts[slot.kind] + 1}
+def _counted(counts: Mapping[str, int], kind: str | None = None) -> Mapping[str, int]:
+    return counts if kind is None else {**counts, kind: counts.get(kind, 0) + 1}
 
 
 def _step(layout: Layout) -> Iterator[Tick]:

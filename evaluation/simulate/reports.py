@@ -34,7 +34,7 @@ class _Shown(NamedTuple):
 
 
 class _Place(NamedTuple):
-    """What all ranks of a stage have in common that have issued equally many operations."""
+    """What all ranks of a stage have in common that have come to the same tick."""
 
     steps: int
     operation: int
@@ -66,8 +66,8 @@ class Reporter:
         busy: bool = True,
         moving: bool = False,
     ) -> RankReport:
-        """Return the report of a rank that has issued so many operations since ``first_step``, of which its
-        device, if operations run there, has entered ``entered``."""
+        """Return the report of a rank that has come to a tick, counted from ``first_step``, and whose device, if
+        operations run there, has come to the tick ``entered``."""
         place = self._place(rank, issued)
         progress = Progress(
             rank=rank,
@@ -76,7 +76,7 @@ class Reporter:
             phase=place.phase,
             issued=self._counts(rank, place, place),
             recent=_Window(rank, place),
-            at_communication=at_communication and issued > 0,
+            at_communication=at_communication and bool(place.shown),
             silent_seconds=0.1 if moving else 6.0,
         )
         if entered is not None:
@@ -94,28 +94,26 @@ class Reporter:
         """Return the operations up to ``reached`` of each group that is used up to ``place``."""
         return {self.job.keys_of[kind][rank]: reached.counts.get(kind, 0) for kind in place.counts}
 
-    def _place(self, rank: int, issued: int) -> _Place:
+    def _place(self, rank: int, place: int) -> _Place:
         stage = self._stages[rank]
-        if (found := self._places.get((stage, issued))) is not None:
-            return found
-        program, counts = self.job.programs[stage], self.job.counts[stage]
-        steps, done = divmod(issued, len(program))
-        shown = []
-        for place in range(max(0, issued - _RECENT), issued):
-            step, index = divmod(place, len(program))
-            slot, text = program[index], self.job.ticks[program[index].tick].text
-            number = step * counts[-1][slot.kind] + slot.ordinal + 1
-            shown.append(_Shown(self.job.keys_of[slot.kind], number, text, hashed(f"{text} {number}")))
-        numbers = {kind: steps * whole + counts[done][kind] for kind, whole in counts[-1].items()}
-        found = self._places[stage, issued] = _Place(
-            steps,
-            done + 1,
-            self.job.ticks[program[done].tick].phase if done else Phase.INPUT,
-            {kind: number for kind, number in numbers.items() if number},
-            shown,
-            [*{id(each.keys): each for each in shown}.values()],
-        )
+        if (found := self._places.get((stage, place))) is None:
+            found = self._places[stage, place] = self._described(stage, place)
         return found
+
+    def _described(self, stage: int, place: int) -> _Place:
+        ticks, program, counts = self.job.ticks, self.job.programs[stage], self.job.counts[stage]
+        steps, tick = divmod(place, len(ticks))
+        shown = list[_Shown]()
+        for before in range(place - 1, -1, -1):
+            step, at = divmod(before, len(ticks))
+            if (kind := program[at]) is not None and len(shown) < _RECENT:
+                number = step * counts[-1][kind] + counts[at].get(kind, 0) + 1
+                digest = hashed(f"{ticks[at].text} {number}")
+                shown.insert(0, _Shown(self.job.keys_of[kind], number, ticks[at].text, digest))
+        numbers = {kind: steps * whole + counts[tick].get(kind, 0) for kind, whole in counts[-1].items()}
+        used = {kind: number for kind, number in numbers.items() if number}
+        last = [*{id(each.keys): each for each in shown}.values()]
+        return _Place(steps, tick + 1, ticks[tick].phase if tick else Phase.INPUT, used, shown, last)
 
 
 class _Window(Window):

@@ -292,17 +292,15 @@ class WaitGraph:
         if last is not None and at_last:
             places.append(last)
         is_certain = at_last or report.waiting is True
-        for group, number in progress.issued.items():
-            if group not in evidence.groups:
+        is_idle = progress.device_busy is False  # it has finished whatever it has entered
+        is_elsewhere = at_last or report.waiting is False
+        for group, issued in progress.issued.items():
+            on_device = group in progress.entered
+            if group not in evidence.groups or (is_idle if on_device else is_elsewhere):
                 continue
-            if group in progress.entered:
-                if progress.device_busy is False:
-                    continue  # it has finished whatever it has entered
-                number = min(number, progress.entered[group])
-            elif at_last or report.waiting is False:
-                continue
+            number = min(issued, progress.entered.get(group, issued))
             if number > evidence.reached_by_all(group):
-                is_certain |= group in progress.entered
+                is_certain |= on_device
                 places.append((group, number))
         if last in places:
             places.remove(last)
