@@ -60,22 +60,19 @@ def simulate(
 
 
 def _screen(report: dict[str, Any]) -> str:
-    lines = [
-        f"{report['layout']}: {report['ranks']:,} ranks ({report['degrees']}), {report['scenarios']:,} scenarios, "
-        f"seed {report['seed']}{' (interrupted)' if report['interrupted'] else ''}",
-        "",
-    ]
+    what = f"{report['layout']}: {report['ranks']:,} ranks ({report['degrees']})"
+    end = " (interrupted)" if report["interrupted"] else ""
+    lines = [f"{what}, {report['scenarios']:,} scenarios, seed {report['seed']}{end}", ""]
     for outcome in ("right", "wrong", "inconclusive"):
         rate, (low, high) = report[f"{outcome}_rate"], report[f"{outcome}_interval"]
         lines.append(
             f"  {outcome:13} {100 * rate:7.2f}%   (95% interval {100 * low:.2f} to {100 * high:.2f}%)"
         )
-    seconds = report["seconds"]
+    seconds = [report["seconds"][each] for each in ("median", "p99", "max")]
     lines += [
         "",
         f"  healthy ranks named alone: {report['healthy_named_alone']}",
-        f"  a round is decided in {seconds['median']:.3f} s (p99 {seconds['p99']:.3f} s, at most "
-        f"{seconds['max']:.3f} s) of processor time",
+        "  a round is decided in {:.3f} s (p99 {:.3f} s, at most {:.3f} s)".format(*seconds),
         f"  memory {report['memory_bytes'] / 2**20:,.0f} MiB",
         "",
         f"  {'family':18} {'right':>6} {'wrong':>6} {'inconclusive':>13}",

@@ -33,13 +33,12 @@ FLOORS["launch"] = set(FLOORS)
 FLOORS["report"] = {"ground", "decision", "observer"}
 FLOORS["preflight"] = set(FLOORS) - {"launch"}
 FLOORS["plugins"] = {"ground", "decision", "checkpoint", "adapters", "session", "attach"}
-# Deliberate faults, real ranks for tests, the campaign, the simulator: production imports none of them.
+# Deliberate faults, real ranks for tests, the campaign: production imports none of them.
 FLOORS["faults"] = {"ground", "decision", "c3", "collectives", "experts", "replay", "checkpoint", "adapters"}
 FLOORS["testing"] = {"ground", "experts", "observer"}
 FLOORS["campaign"] = set(FLOORS)
-FLOORS["simulate"] = {"ground", "decision", "c3", "observer", "campaign"}
 FLOORS["cli"] = set(FLOORS)
-BESIDES = ("faults/", "testing/", "campaign/", "simulate/", "cli/")
+BESIDES = ("faults/", "testing/", "campaign/", "cli/")
 
 # Where a broad except is the boundary itself: whatever ends a rank's body is that rank's answer,
 # what a listener raises in the middle of a collective must not reach training, neither may what the

@@ -1,4 +1,4 @@
-"""Draws docs/images/simulation.svg from reports of `scout simulate --json`.
+"""Draws docs/images/simulation.svg from reports of `python -m evaluation simulate --json`.
 
     python tools/simulation_picture.py REPORT.json ...
 
@@ -60,7 +60,6 @@ def _one(reports: list[dict[str, Any]]) -> dict[str, Any]:
         "healthy_named_alone": sum(each["healthy_named_alone"] for each in reports),
         "seconds": {key: max(each["seconds"][key] for each in reports) for key in reports[0]["seconds"]},
         "memory_bytes": max(each["memory_bytes"] for each in reports),
-        "bytes": {key: max(each["bytes"][key] for each in reports) for key in reports[0]["bytes"]},
     }
     for outcome in _OUTCOMES:
         whole[f"{outcome}_rate"] = total[outcome] / scenarios
@@ -125,7 +124,7 @@ def _key(y: int) -> list[str]:
 
 
 def row_of(report: dict[str, Any]) -> str:
-    """A row of the table: rates with 95% intervals, processor time of a round, memory, size of a post."""
+    """A row of the table: rates with 95% intervals, processor time of a round, memory."""
     rates = []
     for outcome in ("right", "wrong", "inconclusive"):
         low, high = (100 * each for each in report[f"{outcome}_interval"])
@@ -138,7 +137,6 @@ def row_of(report: dict[str, Any]) -> str:
         str(report["healthy_named_alone"]),
         f"{seconds['median']:.3f} s, {seconds['p99']:.3f} s",
         f"{report['memory_bytes'] / 2**20:,.0f} MiB",
-        f"{report['bytes']['observer']:,} bytes",
     ]
     return f"| {' | '.join(cells)} |"
 

@@ -10,9 +10,9 @@ groups. Gradients are reduced among replicas, partly in the background, and the 
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cached_property
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -22,7 +22,7 @@ from evaluation.simulate.layouts import Layout
 from torchscout.decision.progress import CommGroup, Phase
 from torchscout.mesh import LayerKind
 
-__all__ = ["NOTHING", "Ints", "Job", "Slot", "Tick"]
+__all__ = ["NOTHING", "Ints", "Job", "Tick"]
 
 Ints = npt.NDArray[np.int64]
 NOTHING = -1
@@ -43,17 +43,6 @@ class Tick(NamedTuple):
     """Whether ranks go on without waiting for it."""
 
 
-class Slot(NamedTuple):
-    """One operation in the program of a stage."""
-
-    tick: int
-    kind: str
-    ordinal: int
-    """How many operations of the same line precede it in the step."""
-    text: str
-    phase: Phase
-
-
 _RECEIVED = {"to_next": "from_previous", "to_previous": "from_next"}
 
 
@@ -70,37 +59,20 @@ class Job:
         self._add_pairs()
         self.stage: Ints = np.arange(self.size) // layout.between_stages % layout.pipeline
         self.ticks = [each for each in _step(layout) if each.stages and each.kind in self.line_of]
-        self.tick_lines = [self._lines_at(tick) for tick in self.ticks]
-        """The line of each rank at each tick, ``NOTHING`` if it takes no part."""
+        self.tick_lines = np.stack([self._lines_at(tick) for tick in self.ticks])
+        """By tick, the line of each rank, ``NOTHING`` if it takes no part."""
         self.programs = [self._program(stage) for stage in range(layout.pipeline)]
-        """The operations of a step, by stage."""
+        """By stage and tick, the kind of line that has an operation, or None."""
+        self.counts = [[*accumulate(each, _counted, initial=_counted({}))] for each in self.programs]
+        """By stage and tick, how many operations of a step come before it on each kind of line."""
 
     @cached_property
-    def groups_of(self) -> dict[str, list[CommGroup | None]]:
-        """Kind -> the group of each rank."""
+    def keys_of(self) -> dict[str, list[str]]:
+        """Kind -> the key of each rank's group."""
         return {
-            kind: [None if line == NOTHING else self.lines[line] for line in lines.tolist()]
+            kind: ["" if line == NOTHING else self.lines[line].key for line in lines.tolist()]
             for kind, lines in self.line_of.items()
         }
-
-    @cached_property
-    def counts(self) -> list[list[dict[str, int]]]:
-        """By stage and by the number of operations entered in a step: how many of each kind."""
-        found = []
-        for program in self.programs:
-            counts: list[dict[str, int]] = [dict.fromkeys((slot.kind for slot in program), 0)]
-            for slot in program:
-                counts.append({**counts[-1], slot.kind: counts[-1][slot.kind] + 1})
-            found.append(counts)
-        return found
-
-    @cached_property
-    def entered_before(self) -> Ints:
-        """By stage and tick: how many operations of a step come before it."""
-        taken = np.zeros((len(self.programs), len(self.ticks)), dtype=np.int64)
-        for stage, program in enumerate(self.programs):
-            taken[stage, [slot.tick for slot in program]] = 1
-        return np.concatenate([np.zeros((len(taken), 1), dtype=np.int64), taken.cumsum(axis=1)], axis=1)
 
     def members(self, line: int) -> tuple[int, ...]:
         return self.lines[line].members
@@ -113,10 +85,8 @@ class Job:
             "world": [tuple(range(self.size))],
         }
         if layout.expert > 1:
-            in_tensor = layout.expert_in_tensor
-            groups["expert"] = (
-                groups["tensor"] if in_tensor else mesh.groups_along("expert", LayerKind.EXPERT)
-            )
+            apart = mesh.groups_along("expert", LayerKind.EXPERT)
+            groups["expert"] = groups["tensor"] if layout.expert_in_tensor else apart
         for kind, found in groups.items():
             if len(found[0]) > 1:
                 lines = np.full(self.size, NOTHING)
@@ -137,9 +107,8 @@ class Job:
         ):
             first = len(self.lines)
             for source, destination in zip(sources.tolist(), destinations.tolist(), strict=True):
-                key = f"{source}>{destination}"
-                name = f"{source} -> {destination}"
-                self.lines.append(CommGroup(key, (source, destination), name, pair=True))
+                pair, name = (source, destination), f"{source} -> {destination}"
+                self.lines.append(CommGroup(name, pair, name, pair=True))
             for each, place in ((kind, sources), (_RECEIVED[kind], destinations)):
                 lines = np.full(self.size, NOTHING)
                 lines[place] = np.arange(first, first + len(sources))
@@ -153,17 +122,14 @@ class Job:
             lines = np.where(receivers, self.line_of[received], lines)
         return lines.astype(np.int32)
 
-    def _program(self, stage: int) -> list[Slot]:
-        shift = {"to_next": -1, "to_previous": 1}
-        slots, before = [], Counter[str]()
-        for number, tick in enumerate(self.ticks):
-            kind = tick.kind if stage in tick.stages else None
-            if kind is None and tick.kind in shift and stage + shift[tick.kind] in tick.stages:
-                kind = _RECEIVED[tick.kind]
-            if kind is not None:
-                slots.append(Slot(number, kind, before[kind], tick.text, tick.phase))
-                before[kind] += 1
-        return slots
+    def _program(self, stage: int) -> list[str | None]:
+        rank = int(np.argmax(self.stage == stage))
+        kinds: dict[int, str | None] = {int(lines[rank]): kind for kind, lines in self.line_of.items()}
+        return [(kinds | {NOTHING: None})[line] for line in self.tick_lines[:, rank].tolist()]
+
+
+def _counted(counts: Mapping[str, int], kind: str | None = None) -> Mapping[str, int]:
+    return counts if kind is None else {**counts, kind: counts.get(kind, 0) + 1}
 
 
 def _step(layout: Layout) -> Iterator[Tick]:

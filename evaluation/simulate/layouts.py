@@ -54,20 +54,10 @@ class Layout:
         experts = f" EP{self.expert}" if self.expert > 1 else ""
         return f"TP{self.tensor} PP{self.pipeline} DP{self.data}{experts}"
 
-    def with_ranks(self, ranks: int) -> Layout:
-        """Return the same layout with more or fewer replicas. Raises ``ValueError`` if it does not fit."""
-        replica = self.tensor * self.pipeline
-        if ranks < 1 or ranks % replica:
-            raise ValueError(
-                f"{ranks} ranks are not a multiple of {replica} (TP{self.tensor} PP{self.pipeline})"
-            )
-        return replace(self, data=ranks // replica)
-
     def mesh(self) -> Mesh:
-        rank = np.arange(self.ranks)
-        dense = np.zeros((self.ranks, len(AXES)), dtype=np.int64)
-        dense[:, AXES.index("tensor")] = rank % self.tensor
+        rank, dense = np.arange(self.ranks), np.zeros((self.ranks, len(AXES)), dtype=np.int64)
         between_replicas = self.tensor if self.stages_last else self.tensor * self.pipeline
+        dense[:, AXES.index("tensor")] = rank % self.tensor
         dense[:, AXES.index("pipeline")] = rank // self.between_stages % self.pipeline
         dense[:, AXES.index("replica")] = rank // between_replicas % self.data
         mesh = Mesh(dense, self.hosts(self.per_host))
@@ -103,15 +93,15 @@ def layout_of(text: str, ranks: int | None = None) -> Layout:
             raise ValueError(f"unknown layout {text!r}; give TPxPPxDP or TPxPPxDPxEP, or one of {known}")
         tensor, pipeline, data, *expert = map(int, degrees)
         layout = Layout(text, tensor, pipeline, data, expert[0] if expert else 1)
-    return layout if ranks is None else layout.with_ranks(ranks)
+    replica = layout.tensor * layout.pipeline
+    if ranks is not None and ranks % replica:
+        raise ValueError(f"{ranks} ranks are not a multiple of {replica} ({layout.degrees})")
+    return layout if ranks is None else replace(layout, data=ranks // replica)
 
 
 def drawn(chance: np.random.Generator) -> Layout:
     """Return a job of 2 to 36 ranks, most of whose groups have two or three members."""
-    while True:
-        tensor, pipeline, data = (
-            int(each) for each in chance.choice([1, 2, 3, 4], 3, p=[0.3, 0.3, 0.3, 0.1])
-        )
-        if 2 <= tensor * pipeline * data <= 36:
-            per_host = int(chance.choice([1, 2, 4, 8]))
-            return Layout(SMALL, tensor, pipeline, data, per_host=per_host)
+    tensor, pipeline, data = 1, 1, 1
+    while not 2 <= tensor * pipeline * data <= 36:
+        tensor, pipeline, data = chance.choice([1, 2, 3, 4], 3, p=[0.3, 0.3, 0.3, 0.1]).tolist()
+    return Layout(SMALL, tensor, pipeline, data, per_host=int(chance.choice([1, 2, 4, 8])))

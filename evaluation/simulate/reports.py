@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from evaluation.simulate.job import Job
-from torchscout.decision.progress import CommGroup, IssuedOp, Phase, Progress, RankReport, Window
+from torchscout.decision.progress import IssuedOp, Phase, Progress, RankReport, Window
 
 __all__ = ["STEP", "Reporter"]
 
@@ -18,27 +18,29 @@ STEP = 40
 """The step in which something goes wrong."""
 _RECENT = 64
 """How many operations an observer shows."""
-_Groups = Sequence[CommGroup | None]
-"""By rank."""
 
 
 class _Shown(NamedTuple):
     """An operation of a window, in whichever group the rank has there."""
 
-    groups: _Groups
+    keys: Sequence[str]
+    """The key of that group, by rank."""
     number: int
     text: str
     digest: int
 
+    def of(self, rank: int) -> IssuedOp:
+        return IssuedOp(self.keys[rank], self.number, hashed(self.text), self.digest, self.text)
+
 
 class _Place(NamedTuple):
-    """What all ranks of a stage have in common that have issued equally many operations."""
+    """What all ranks of a stage have in common that have come to the same tick."""
 
+    steps: int
     operation: int
     phase: Phase
-    steps: int
-    counts: Sequence[tuple[_Groups, int]]
-    """How many operations of each group."""
+    counts: Mapping[str, int]
+    """By kind of group."""
     shown: Sequence[_Shown]
     last: Sequence[_Shown]
     """Of these, the last one of each group."""
@@ -49,8 +51,8 @@ class Reporter:
 
     def __init__(self, job: Job) -> None:
         self.job = job
-        self._places: dict[tuple[int, int], _Place] = {}
         self._stages: list[int] = job.stage.tolist()
+        self._places: dict[tuple[int, int], _Place] = {}
 
     def report(
         self,
@@ -58,65 +60,60 @@ class Reporter:
         issued: int,
         entered: int | None = None,
         *,
+        first_step: int = 0,
         waiting: bool | None = True,
         at_communication: bool = True,
         busy: bool = True,
         moving: bool = False,
-        first_step: int = 0,
-        silent_seconds: float = 6.0,
     ) -> RankReport:
-        """Return the report of a rank that has issued so many operations since ``first_step``, of which its
-        device, if operations run there, has entered ``entered``."""
+        """Return the report of a rank that has come to a tick, counted from ``first_step``, and whose device,
+        if operations run there, has come to the tick ``entered``."""
         place = self._place(rank, issued)
-        on_device = None if entered is None else self._place(rank, entered)
         progress = Progress(
             rank=rank,
             step=first_step + place.steps,
             operation=place.operation,
             phase=place.phase,
-            issued=_counted(rank, place),
+            issued=self._counts(rank, place, place),
             recent=_Window(rank, place),
-            at_communication=at_communication and issued > 0,
-            silent_seconds=0.1 if moving else silent_seconds,
-            device_step=None if on_device is None else first_step + on_device.steps - 1,
-            entered={}
-            if on_device is None
-            else {**dict.fromkeys(_counted(rank, place), 0), **_counted(rank, on_device)},
-            device_busy=None if on_device is None else busy,
+            at_communication=at_communication and bool(place.shown),
+            silent_seconds=0.1 if moving else 6.0,
         )
-        groups = tuple([group for of_rank, _ in place.counts if (group := of_rank[rank]) is not None])
+        if entered is not None:
+            device = self._place(rank, entered)
+            progress = replace(
+                progress,
+                device_step=first_step + device.steps - 1,
+                entered=self._counts(rank, place, device),
+                device_busy=busy,
+            )
+        groups = tuple([self.job.lines[self.job.line_of[kind][rank]] for kind in place.counts])
         return RankReport(rank, progress=progress, groups=groups, waiting=waiting, moving=moving)
 
-    def _place(self, rank: int, issued: int) -> _Place:
-        key = self._stages[rank], issued
-        found = self._places.get(key)
-        if found is None:
-            found = self._places[key] = self._described(*key)
+    def _counts(self, rank: int, place: _Place, reached: _Place) -> dict[str, int]:
+        """Return the operations up to ``reached`` of each group that is used up to ``place``."""
+        return {self.job.keys_of[kind][rank]: reached.counts.get(kind, 0) for kind in place.counts}
+
+    def _place(self, rank: int, place: int) -> _Place:
+        stage = self._stages[rank]
+        if (found := self._places.get((stage, place))) is None:
+            found = self._places[stage, place] = self._described(stage, place)
         return found
 
-    def _described(self, stage: int, issued: int) -> _Place:
-        program, counts = self.job.programs[stage], self.job.counts[stage]
-        steps, done = divmod(issued, len(program))
-        shown = []
-        for place in range(max(0, issued - _RECENT), issued):
-            step, index = divmod(place, len(program))
-            slot = program[index]
-            number = step * counts[-1][slot.kind] + slot.ordinal + 1
-            groups = self.job.groups_of[slot.kind]
-            shown.append(_Shown(groups, number, slot.text, hashed(f"{slot.text} {number}")))
-        numbers = {kind: steps * whole + counts[done][kind] for kind, whole in counts[-1].items()}
-        return _Place(
-            done + 1,
-            program[done].phase if done else Phase.INPUT,
-            steps,
-            [(self.job.groups_of[kind], number) for kind, number in numbers.items() if number],
-            shown,
-            [*{id(each.groups): each for each in shown}.values()],
-        )
-
-
-def _counted(rank: int, place: _Place) -> dict[str, int]:
-    return {group.key: number for groups, number in place.counts if (group := groups[rank]) is not None}
+    def _described(self, stage: int, place: int) -> _Place:
+        ticks, program, counts = self.job.ticks, self.job.programs[stage], self.job.counts[stage]
+        steps, tick = divmod(place, len(ticks))
+        shown = list[_Shown]()
+        for before in range(place - 1, -1, -1):
+            step, at = divmod(before, len(ticks))
+            if (kind := program[at]) is not None and len(shown) < _RECENT:
+                number = step * counts[-1][kind] + counts[at].get(kind, 0) + 1
+                digest = hashed(f"{ticks[at].text} {number}")
+                shown.insert(0, _Shown(self.job.keys_of[kind], number, ticks[at].text, digest))
+        numbers = {kind: steps * whole + counts[tick].get(kind, 0) for kind, whole in counts[-1].items()}
+        used = {kind: number for kind, number in numbers.items() if number}
+        last = [*{id(each.keys): each for each in shown}.values()]
+        return _Place(steps, tick + 1, ticks[tick].phase if tick else Phase.INPUT, used, shown, last)
 
 
 class _Window(Window):
@@ -127,26 +124,22 @@ class _Window(Window):
 
     @cached_property
     def newest(self) -> tuple[str, int] | None:
-        return (
-            (_key(self._place.shown[-1], self._rank), self._place.shown[-1].number)
-            if self._place.shown
-            else None
-        )
+        return next(((each.keys[self._rank], each.number) for each in self._place.shown[-1:]), None)
 
     @cached_property
     def digests(self) -> Mapping[str, int]:
-        return {_key(each, self._rank): each.digest for each in self._place.last}
+        return {each.keys[self._rank]: each.digest for each in self._place.last}
 
     @cached_property
     def last_numbers(self) -> Mapping[str, int]:
-        return {_key(each, self._rank): each.number for each in self._place.last}
+        return {each.keys[self._rank]: each.number for each in self._place.last}
 
-    def has_splits(self, group: str) -> bool:
+    def has_splits(self, _: str) -> bool:
         return False
 
     def last_entered(self, entered: Mapping[str, int]) -> tuple[str, int] | None:
         for each in reversed(self._place.shown):
-            if each.number <= entered.get(key := _key(each, self._rank), -1):
+            if each.number <= entered.get(key := each.keys[self._rank], -1):
                 return key, each.number
         return None
 
@@ -155,49 +148,27 @@ class _Window(Window):
 
     @cached_property
     def _operations(self) -> Sequence[IssuedOp]:  # type: ignore[override]
-        return [
-            IssuedOp(_key(each, self._rank), each.number, hashed(each.text), each.digest, each.text)
-            for each in self._place.shown
-        ]
+        return [each.of(self._rank) for each in self._place.shown]
 
 
-def _key(shown: _Shown, rank: int) -> str:
-    group = shown.groups[rank]
-    assert group is not None, f"rank {rank} has no such group"
-    return group.key
-
-
-def without(report: RankReport, key: str, number: int) -> RankReport:
-    """Return the report of a rank that left out operation ``number`` of a group.
-
-    What it has issued there since has other numbers than on the other members.
-    """
-    progress, recent = report.progress, []
+def differing(report: RankReport, key: str, number: int, *, skips: bool) -> RankReport:
+    """Return the report of a rank whose operation ``number`` of a group is not that of the other members, or
+    that ``skips`` it: then what it has issued there since has other numbers than on the other members."""
+    progress, recent, text = report.progress, [], "all_reduce float32[4096] sum"
     assert progress is not None
     for each in progress.recent:
         if each.group != key or each.number < number:
             recent.append(each)
         elif each.number > number:
-            recent.append(replace(each, number=each.number - 1, digest=each.digest ^ 1))
-    missed = int(progress.issued.get(key, 0) >= number)
-    issued = {**progress.issued, key: progress.issued.get(key, 0) - missed}
-    entered = dict(progress.entered)
-    if entered.get(key, 0) >= number:
-        entered[key] -= 1
-    return replace(report, progress=replace(progress, issued=issued, entered=entered, recent=Window(recent)))
-
-
-def diverging(report: RankReport, key: str, number: int) -> RankReport:
-    """Return the report of a rank whose operation ``number`` of a group is not that of the other members."""
-    progress, recent, text = report.progress, [], "all_reduce float32[4096] sum"
-    assert progress is not None
-    for each in progress.recent:
-        if each.group == key and each.number >= number:
-            each = replace(each, digest=each.digest ^ 1)
-        if (each.group, each.number) == (key, number):
-            each = replace(each, fingerprint=hashed(text), text=text)
-        recent.append(each)
-    return replace(report, progress=replace(progress, recent=Window(recent)))
+            recent.append(replace(each, number=each.number - skips, digest=each.digest ^ 1))
+        elif not skips:
+            recent.append(replace(each, digest=each.digest ^ 1, fingerprint=hashed(text), text=text))
+    progress = replace(progress, recent=Window(recent))
+    if skips:
+        counts = (progress.issued, progress.entered)
+        issued, entered = ({k: n - (k == key and n >= number) for k, n in each.items()} for each in counts)
+        progress = replace(progress, issued=issued, entered=entered)
+    return replace(report, progress=progress)
 
 
 @functools.cache

@@ -36,8 +36,8 @@ class Decided:
     condition: str
     layout: Layout
     score: Score
-    seconds: float | None
-    """Processor time of the longest diagnosis of the observers' reports; None for checks."""
+    seconds: float
+    """Processor time of the longest diagnosis of the observers' reports; 0 for checks."""
 
 
 def run(layout: Layout | None, scenarios: int, seed: int) -> Iterator[Decided]:
@@ -45,42 +45,36 @@ def run(layout: Layout | None, scenarios: int, seed: int) -> Iterator[Decided]:
 
     The same layout, seed and index give the same scenario.
     """
-    job = None if layout is None else _Job(layout)
+    makers = None if layout is None else _Makers(layout)
     name = zlib.crc32((SMALL if layout is None else f"{layout.name} {layout.degrees}").encode())
     for index in range(scenarios):
         chance = np.random.default_rng([seed, name, index])
-        yield (job or _Job(drawn(chance))).decided(index, FAMILIES[index % len(FAMILIES)], chance)
+        yield (makers or _Makers(drawn(chance))).decided(index, FAMILIES[index % len(FAMILIES)], chance)
 
 
-class _Job:
+class _Makers:
     def __init__(self, layout: Layout) -> None:
-        job = Job(layout)
-        self._layout = layout
-        self._hangs, self._numbers, self._slowness = (
-            hangs.Hangs(job),
-            numbers.Numbers(job),
-            slowness.Slowness(job),
-        )
+        self._job = Job(layout)
+        self._hangs, self._slowness = hangs.Hangs(self._job), slowness.Slowness(self._job)
 
     def decided(self, index: int, family: str, chance: np.random.Generator) -> Decided:
-        condition, scores, times = "clean", list[Score](), list[float]()
+        condition, seconds, scores = "clean", 0.0, list[Score]()
         if family in hangs.FAMILIES:
             if chance.random() < 0.5:
                 condition = hangs.CONDITIONS[int(chance.integers(len(hangs.CONDITIONS)))]
             hang: hangs.Hang | None = self._hangs.make(family, condition, chance)
             while hang is not None:
-                found, seconds = hang.decide()
+                found, took = hang.decide()
                 scores.append(score(hang.truth, found))
-                times.append(seconds)
-                hang = hang.then
+                seconds, hang = max(seconds, took), hang.then
         elif family in slowness.FAMILIES:
             slow = self._slowness.make(family, chance)
-            scores.append(score(slow.truth, self._slowness.decide(slow)))
+            scores.append(score(slow.truth, self._slowness.decide(slow, chance)))
         else:
-            wrong = self._numbers.make(family, chance)
-            scores.append(score(wrong.truth, self._numbers.decide(wrong)))
+            wrong = numbers.make(self._job, family, chance)
+            scores.append(score(wrong.truth, wrong.decide()))
         severest = min(scores, key=lambda each: _SEVEREST.index(each.outcome))
-        return Decided(index, family, condition, self._layout, severest, max(times, default=None))
+        return Decided(index, family, condition, self._job.layout, severest, seconds)
 
 
 def report_of(
@@ -103,7 +97,7 @@ def report_of(
     families: dict[str, Counter[str]] = defaultdict(Counter)
     for each in decided:
         families[each.family][each.score.outcome.value] += 1
-    seconds = sorted(each.seconds for each in decided if each.seconds is not None) or [0.0]
+    seconds = sorted(each.seconds for each in decided if each.family in hangs.FAMILIES) or [0.0]
     report: dict[str, Any] = {
         "layout": SMALL if layout is None else layout.name,
         "degrees": "another job for each scenario" if layout is None else layout.degrees,
@@ -120,8 +114,16 @@ def report_of(
         "memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         "families": {name: dict(counts) for name, counts in families.items()},
         "not_right": [
-            _example(each)
-            for outcome in (Outcome.WRONG, Outcome.INCONCLUSIVE)
+            {
+                "scenario": each.index,
+                "family": each.family,
+                "condition": each.condition,
+                "degrees": f"{each.layout.degrees}, {each.layout.per_host} on a machine",
+                "outcome": outcome.value,
+                "healthy_alone": each.score.healthy_alone,
+                "sentence": each.score.sentence[:300],
+            }
+            for outcome in _SEVEREST[:2]
             for each in decided
             if each.score.outcome is outcome
         ][:_EXAMPLES],
@@ -130,15 +132,3 @@ def report_of(
         report[f"{outcome.value}_rate"] = outcomes[outcome] / len(decided)
         report[f"{outcome.value}_interval"] = list(interval(outcomes[outcome], len(decided)))
     return {**report, "goals": {name: report[name] <= most for name, most in GOALS.items()}}
-
-
-def _example(each: Decided) -> dict[str, Any]:
-    return {
-        "scenario": each.index,
-        "family": each.family,
-        "condition": each.condition,
-        "degrees": f"{each.layout.degrees}, {each.layout.per_host} on a machine",
-        "outcome": each.score.outcome.value,
-        "healthy_alone": each.score.healthy_alone,
-        "sentence": each.score.sentence[:300],
-    }

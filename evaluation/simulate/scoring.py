@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -33,6 +33,10 @@ class Truth:
     lost: frozenset[int] = frozenset()
     """Ranks of machines that nobody can reach: because of a hang only these are replaced."""
 
+    def named(self, ranks: Collection[int]) -> bool:
+        """Whether all of ``ranks`` may be named."""
+        return (self.ranks | self.also | self.lost).issuperset(ranks)
+
 
 @dataclass(frozen=True, slots=True)
 class Score:
@@ -45,19 +49,16 @@ class Score:
 
 def score(truth: Truth, incidents: Sequence[Incident]) -> Score:
     """Score the incidents of one scenario: one wrong incident makes it wrong."""
-    if not incidents and not truth.ranks and not truth.group:
-        return Score(Outcome.RIGHT)
-    if not incidents:
-        return Score(Outcome.INCONCLUSIVE, sentence="nothing was reported")
     for incident in incidents:
         if not _is_possible(truth, incident):
-            return _wrong(truth, incident)
-    exact = [each for each in incidents if _is_precise(each) == (not truth.group)]
-    named = {rank for each in exact for rank in each.ranks}
-    if (
-        len(exact) == len(incidents)
-        and truth.ranks | truth.group <= named <= truth.ranks | truth.group | truth.also | truth.lost
-    ):
+            is_alone = len(incident.ranks) == 1 and _is_precise(incident)
+            return Score(Outcome.WRONG, is_alone and not truth.named(incident.ranks), incident.sentence)
+    needed = truth.ranks | truth.group
+    if not incidents and needed:
+        return Score(Outcome.INCONCLUSIVE, sentence="nothing was reported")
+    are_exact = all(_is_precise(each) != bool(truth.group) for each in incidents)
+    named = {rank for each in incidents for rank in each.ranks}
+    if are_exact and needed <= named and truth.named(named - truth.group):
         return Score(Outcome.RIGHT)
     return Score(Outcome.INCONCLUSIVE, sentence=incidents[0].sentence)
 
@@ -70,17 +71,8 @@ def _is_precise(incident: Incident) -> bool:
 def _is_possible(truth: Truth, incident: Incident) -> bool:
     if not truth.ranks | truth.group | truth.also:
         return False  # nobody waits, not even for a lost machine
-    named, faulty = set(incident.ranks), truth.ranks | truth.also | truth.lost
     if not _is_precise(incident):
-        return incident.scope is Scope.JOB or bool(named & (faulty | truth.group))
+        faulty = truth.ranks | truth.group | truth.also | truth.lost
+        return incident.scope is Scope.JOB or not faulty.isdisjoint(incident.ranks)
     is_lost = incident.manifestation is Manifestation.HANG and incident.action is Action.REPLACE
-    return named <= (truth.lost if is_lost else faulty)
-
-
-def _wrong(truth: Truth, incident: Incident) -> Score:
-    alone = _is_precise(incident) and len(incident.ranks) == 1
-    return Score(
-        Outcome.WRONG,
-        alone and incident.ranks[0] not in truth.ranks | truth.also | truth.lost,
-        incident.sentence,
-    )
+    return truth.lost.issuperset(incident.ranks) if is_lost else truth.named(incident.ranks)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from evaluation.simulate.job import NOTHING, Job
+from evaluation.simulate.job import NOTHING, Ints, Job
 from evaluation.simulate.scoring import Truth
 from torchscout.config import BaselineConfig, StragglerConfig
 from torchscout.decision.straggler.diagnosis import Stragglers
@@ -21,7 +20,6 @@ from torchscout.decision.types import Incident, Surface
 __all__ = ["FAMILIES", "Slow", "Slowness"]
 
 FAMILIES = ("slow_rank", "slow_machine", "slow_network", "noise")
-
 _ROUNDS = 6
 _REPEATS = 3
 """How often a suspicious layer is timed again; the shortest time counts."""
@@ -44,16 +42,6 @@ class Slow:
     sigma: float
     tail: float
     """How often a time is taken from the tail."""
-    seed: int
-
-
-class _Rows(NamedTuple):
-    """Ranks with times of the same kinds."""
-
-    table: Table
-    """Without the times."""
-    lines: npt.NDArray[np.int64]
-    """For each rank, the line of each of its process groups."""
 
 
 class Slowness:
@@ -62,7 +50,7 @@ class Slowness:
     def __init__(self, job: Job) -> None:
         self.job = job
         self._kinds = [kind for kind in ("tensor", "expert", "replica") if kind in job.line_of]
-        self._tables = self._rows()
+        self._tables = self._described()
 
     def make(self, family: str, chance: np.random.Generator) -> Slow:
         """Make one scenario of a family."""
@@ -70,27 +58,28 @@ class Slowness:
         groups: dict[int, float] = {}
         truth, factor = Truth(), float(chance.uniform(1.5, 3.0))
         rank = int(chance.integers(self.job.size))
-        on_host = [each for each in range(rank // 8 * 8, rank // 8 * 8 + 8) if each < self.job.size]
+        here = self.job.mesh.ranks_on(self.job.mesh.host_of(rank) or "")
         if family == "slow_rank":
             compute, peers = {rank: factor}, self.job.mesh.layer_peers_of(rank, "dense")
             pair = len(peers) == 2
             truth = Truth(group=frozenset(peers.ranks)) if pair else Truth(frozenset({rank}))
         elif family != "noise":
-            spanning = {line for each in on_host for line in self._lines_of(each)}
-            inner = {line for line in spanning if set(self.job.members(line)) <= set(on_host)}
-            slow = spanning if family == "slow_machine" else spanning - inner
-            groups = dict.fromkeys(sorted(slow), factor)
-            everyone = frozenset(each for line in slow for each in self.job.members(line))
-            truth = Truth(frozenset(on_host)) if family == "slow_machine" else Truth(group=everyone)
+            spanning = {int(self.job.line_of[kind][each]) for kind in self._kinds for each in here} - {
+                NOTHING
+            }
+            inner = {line for line in spanning if {*self.job.members(line)} <= {*here}}
+            groups = dict.fromkeys(sorted(spanning - (set() if family == "slow_machine" else inner)), factor)
+            everyone = frozenset(each for line in groups for each in self.job.members(line))
+            # Without groups of its own, a machine and its link to the network look the same.
+            link = Truth(group=everyone, also=frozenset(() if inner else here))
+            truth = Truth(frozenset(here)) if family == "slow_machine" else link
         sigma, tail = float(chance.choice([0.01, 0.03, 0.06])), float(chance.choice([0.0, 1e-4, 1e-3]))
-        return Slow(truth, compute, groups, sigma, tail, int(chance.integers(1 << 32)))
+        return Slow(truth, compute, groups, sigma, tail)
 
-    def decide(self, slow: Slow) -> list[Incident]:
+    def decide(self, slow: Slow, chance: np.random.Generator) -> list[Incident]:
         """Observe several checks, as every rank does."""
-        config = StragglerConfig()
+        config, found = StragglerConfig(), list[Incident]()
         stragglers = Stragglers(self.job.mesh, 0, config, BaselineConfig())
-        chance = np.random.default_rng(slow.seed)
-        found: list[Incident] = []
         for step in range(1, _ROUNDS + 1):
             compute, groups = self._drawn(slow, chance)
             timings = Timings(step, self.job.mesh, self._measured(compute, groups), config)
@@ -102,10 +91,6 @@ class Slowness:
             found += stragglers.observe(timings).incidents
         return found
 
-    def _lines_of(self, rank: int) -> list[int]:
-        lines = (int(self.job.line_of[kind][rank]) for kind in self._kinds)
-        return [line for line in lines if line != NOTHING]
-
     def _drawn(self, slow: Slow, chance: np.random.Generator) -> tuple[_Floats, _Floats]:
         def noisy(size: int, factors: Mapping[int, float]) -> _Floats:
             times = chance.lognormal(0.0, slow.sigma, size)
@@ -116,42 +101,41 @@ class Slowness:
         compute = _COMPUTE_MS * noisy(self.job.size, slow.compute)
         return compute, _COLLECTIVE_MS * noisy(len(self.job.lines), slow.groups)
 
-    def _rows(self) -> list[_Rows]:
-        """Group the ranks by the process groups that they have, and describe their times."""
-        alike: dict[tuple[tuple[str, str], ...], list[tuple[int, list[int]]]] = defaultdict(list)
-        axes: dict[int, str] = {}
+    # How times are passed to the decision: a table for ranks with groups of the same kinds and axes.
+
+    def _described(self) -> list[tuple[Table, Ints]]:
+        """Return the tables without times, each with the lines of its ranks."""
+        alike: dict[tuple[tuple[str, str], ...], list[int]] = defaultdict(list)
+        axes = {line: axis_of(self.job.mesh, self.job.members(line)) for line in self._lines()}
         for rank in range(self.job.size):
             lines = {kind: int(self.job.line_of[kind][rank]) for kind in self._kinds}
-            present = {kind: line for kind, line in lines.items() if line != NOTHING}
-            for line in present.values():
-                axes.setdefault(line, axis_of(self.job.mesh, self.job.members(line)))
-            key = tuple((kind, axes[line]) for kind, line in present.items())
-            alike[key].append((rank, [*present.values()]))
-        return [self._described(key, members) for key, members in alike.items()]
+            alike[tuple((kind, axes[line]) for kind, line in lines.items() if line in axes)].append(rank)
+        tables = []
+        for kinds, ranks in alike.items():
+            lines_of = (
+                np.array([self.job.line_of[kind][ranks] for kind, _ in kinds], np.int64)
+                .reshape(-1, len(ranks))
+                .T
+            )
+            values, laps = np.zeros((len(ranks), 1 + len(kinds) * _LAP)), []
+            for place, (kind, axis) in enumerate(kinds):
+                laps.append(TimedLap(Surface(f"time/all_reduce_{kind}"), axis, 1 + place * _LAP, 1))
+                for row, line in enumerate(lines_of[:, place].tolist()):
+                    members = self.job.members(line)
+                    start = laps[-1].start
+                    values[row, start : start + 4] = members[0], members[-1], len(members), _ELEMENTS
+            work = TimedWork("layers.0", (8192,), {Surface("time/module"): 0}, laps)
+            tables.append((Table(np.array(ranks), [work], values), lines_of))
+        return tables
 
-    def _described(
-        self, kinds: tuple[tuple[str, str], ...], members: Sequence[tuple[int, list[int]]]
-    ) -> _Rows:
-        laps = [
-            TimedLap(Surface(f"time/all_reduce_{kind}"), axis, 1 + place * _LAP, 1)
-            for place, (kind, axis) in enumerate(kinds)
-        ]
-        values = np.zeros((len(members), 1 + len(kinds) * _LAP))
-        for row, (_, lines) in enumerate(members):
-            for lap, line in zip(laps, lines, strict=True):
-                of_line = self.job.members(line)
-                identity = of_line[0], of_line[-1], len(of_line), _ELEMENTS
-                values[row, lap.start : lap.start + len(identity)] = identity
-        ranks = np.array([rank for rank, _ in members])
-        work = TimedWork("layers.0", (8192,), {Surface("time/module"): 0}, laps)
-        of_ranks = np.array([lines for _, lines in members], np.int64).reshape(len(members), len(kinds))
-        return _Rows(Table(ranks, [work], values), of_ranks)
+    def _lines(self) -> set[int]:
+        return {int(line) for kind in self._kinds for line in np.unique(self.job.line_of[kind])} - {NOTHING}
 
     def _measured(self, compute: _Floats, groups: _Floats) -> list[Table]:
         found = []
-        for each in self._tables:
-            values = each.table.values.copy()
-            values[:, 0] = compute[each.table.ranks]
-            values[:, _LAP::_LAP] = groups[each.lines]
-            found.append(replace(each.table, values=values))
+        for table, lines in self._tables:
+            values = table.values.copy()
+            values[:, 0] = compute[table.ranks]
+            values[:, _LAP::_LAP] = groups[lines]
+            found.append(replace(table, values=values))
         return found

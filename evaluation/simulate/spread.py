@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -39,7 +38,7 @@ class Standing:
     """False for ranks that stopped by themselves, and wait for nobody."""
     waited_for: npt.NDArray[np.bool_]
     """Ranks without which an operation that others have entered does not return."""
-    lagging: Mapping[int, int]
+    lagging: Mapping[int, int] = field(default_factory=dict)
     """Rank that left an operation out -> the line of that operation."""
 
 
@@ -48,45 +47,29 @@ def spread(job: Job, faults: Faults) -> Standing:
     ticks = len(job.ticks)
     end = _STEPS * ticks
     held, inside = np.full(job.size, end), np.ones(job.size, dtype=bool)
-    waited_for = np.zeros(job.size, dtype=bool)
-    marked = np.zeros(len(job.lines) + 1, dtype=bool)  # the last one stands for NOTHING, and stays False
-    stopping, stuck_at, skipping = (_by_tick(each) for each in (faults.stops, faults.stuck, faults.skips))
-    lagging: dict[int, int] = {}
-    first = min([*stopping, *stuck_at, *skipping], default=end)
-    for tick in range(first, end):
+    waited_for, lagging = np.zeros(job.size, dtype=bool), dict[int, int]()
+    begin = min([*faults.stops.values(), *faults.stuck.values(), *faults.skips.values()])
+    for tick in range(begin, end):
         lines = job.tick_lines[tick % ticks]
-        for rank in stopping.get(tick, ()):
+        for rank in _at(tick, faults.stops):
             if held[rank] == end:
                 held[rank], inside[rank] = tick, False
         for rank, line in lagging.items():
             if held[rank] == end and lines[rank] == line:
                 held[rank] = tick
-        skipped = [rank for rank in skipping.get(tick, ()) if held[rank] == end]
+        skipped = [rank for rank in _at(tick, faults.skips) if held[rank] == end]
         lagging |= {rank: int(lines[rank]) for rank in skipped}
         if job.ticks[tick % ticks].posted:
             continue
         missing = (held <= tick) & (lines != NOTHING)
         missing[skipped] = True
-        stalled = [line for line in stuck_at.get(tick, ()) if _all_free(job, line, held, end)]
-        open_lines = np.concatenate([lines[missing], np.array(stalled, dtype=lines.dtype)])
-        marked[open_lines] = True
-        blocked = marked[lines] & (held == end)
+        stuck = [line for line in _at(tick, faults.stuck) if (held[[*job.members(line)]] == end).all()]
+        blocked = np.isin(lines, [*lines[missing], *stuck]) & (held == end)
         blocked[skipped] = False
-        marked[open_lines] = False
         held[blocked] = tick
-        entered = np.unique(lines[blocked])
-        marked[entered] = True
-        waited_for |= missing & marked[lines]
-        marked[entered] = False
+        waited_for |= missing & np.isin(lines, lines[blocked])
     return Standing(held, inside, waited_for, lagging)
 
 
-def _by_tick(faults: Mapping[int, int]) -> dict[int, list[int]]:
-    found: dict[int, list[int]] = defaultdict(list)
-    for subject, tick in faults.items():
-        found[tick].append(subject)
-    return found
-
-
-def _all_free(job: Job, line: int, held: Ints, end: int) -> bool:
-    return bool((held[list(job.members(line))] == end).all())
+def _at(tick: int, faults: Mapping[int, int]) -> list[int]:
+    return [subject for subject, when in faults.items() if when == tick]

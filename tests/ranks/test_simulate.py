@@ -6,13 +6,13 @@ from pathlib import Path
 
 import numpy as np
 
+from evaluation.simulate.hangs import Hangs
+from evaluation.simulate.job import Job
+from evaluation.simulate.layouts import layout_of
 from tests.ranks.test_hangs import ddp_job
 from tests.support.hangs import FAULTY_STEP, STALL, incidents
 from tests.support.ranks import run_ranks
 from torchscout.faults.plan import FaultPlan
-from torchscout.simulate.hangs import Hangs
-from torchscout.simulate.job import Job
-from torchscout.simulate.layouts import layout_of
 
 
 def test_a_late_rank_is_the_same_incident_in_the_simulator(tmp_path: Path):
@@ -26,7 +26,7 @@ def test_a_late_rank_is_the_same_incident_in_the_simulator(tmp_path: Path):
     hang = next(
         each for each in (made.make("stall", "clean", seed) for seed in seeds) if each.truth.ranks == {2}
     )
-    (simulated,) = hang.decide(job)
+    (simulated,), _ = hang.decide()
     for field in ("manifestation", "scope", "ranks", "action"):
         assert getattr(simulated, field) == getattr(real, field), (simulated.sentence, real.sentence)
     kinds = {each.records[0].surface.partition("/")[0] for each in (simulated, real)}

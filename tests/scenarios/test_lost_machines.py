@@ -240,6 +240,20 @@ ROWS = [
         never=[0, 1, 3],
     ),
     Row(
+        "a rank is killed, its observer answers late, and the launcher has ended another one meanwhile",
+        given=replicas()
+        .work("forward", *EVERYBODY)
+        .end("killed", 2)
+        .no_answer(2)
+        .seconds(0.2)
+        .end("asked", 1)
+        .ask(0.5)
+        .answer(2)
+        .ask(3.5),
+        must_come=[crash([2], "rank", "restart")],
+        never=[0, 1, 3],
+    ),
+    Row(
         "a machine is lost, and the launcher ends the trainers of the others one after the other",
         given=confirmed(
             replicas(6)

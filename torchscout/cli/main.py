@@ -47,10 +47,6 @@ COMMANDS = {
         "torchscout.cli.report:report",
         "Write what happened in a run, and the evidence for it, as one HTML page that needs no network.",
     ),
-    "simulate": (
-        "torchscout.cli.simulate:simulate",
-        "Decide random faults in a job on paper, of up to 131,072 ranks, and compare with the truth.",
-    ),
     "status": (
         "torchscout.cli.status:status",
         "Show whether a job is running, finished, interrupted, failed or killed, and its incidents.",

@@ -223,7 +223,7 @@ class _Case:
     def _ended(self) -> list[Incident]:
         first = self._first_gone()
         # A launcher may ask trainers to end because of others that are not heard of.
-        are_asked = len(self.gone) > 1 and all(self._reports[rank].how == "asked" for rank in first)
+        are_asked = all(self._reports[rank].how == "asked" for rank in first)
         lost = self.evidence.lost if are_asked else self.evidence.lost.intersection(self.graph.sources)
         if lost:  # trainers elsewhere ended inside operations of theirs, or were asked to
             return [self._lost(sorted(lost))]

@@ -289,19 +289,22 @@ class WaitGraph:
             self._wait(rank, [last] if last is not None and evidence.is_open(last) else [], is_dead=True)
             return
         at_last = report.waiting is None and last is not None and evidence.is_open(last)
-        posted = progress.issued.items()
-        on_device = [
-            (group, min(number, progress.entered[group]))
-            for group, number in posted
-            if group in progress.entered and progress.device_busy is not False  # else it has finished them
-        ]
-        on_host = [(group, number) for group, number in posted if group not in progress.entered]
-        if at_last or report.waiting is False:  # it has passed what it posted before
-            on_host = [last] if last is not None and at_last else []
-        open_there = [each for each in on_device if evidence.known(each) and evidence.is_open(each)]
-        places = open_there + [each for each in on_host if evidence.known(each) and evidence.is_open(each)]
-        places.sort(key=lambda each: each != last)
-        if self._wait(rank, places) and (at_last or report.waiting is True or open_there):
+        places: list[Place] = [last] if last is not None and at_last else []
+        is_certain = at_last or report.waiting is True
+        is_idle = progress.device_busy is False  # it has finished whatever it has entered
+        is_elsewhere = at_last or report.waiting is False
+        for group, issued in progress.issued.items():
+            on_device = group in progress.entered
+            if group not in evidence.groups or (is_idle if on_device else is_elsewhere):
+                continue
+            number = min(issued, progress.entered.get(group, issued))
+            if number > evidence.reached_by_all(group):
+                is_certain |= on_device
+                places.append((group, number))
+        if last in places:
+            places.remove(last)
+            places.insert(0, last)
+        if self._wait(rank, places) and is_certain:
             self.blocked.add(rank)
 
     def _wait(self, rank: int, places: Iterable[Place], *, is_dead: bool = False) -> bool:
