@@ -450,7 +450,7 @@ class _View:
     def _doing(self, rank: int) -> str:
         """Describe the last operation of a rank."""
         if rank not in self._found.last:
-            return "its dump contains no operations"
+            return "its dump shows no operation"
         key, number = self._found.last[rank]
         entry = self._found.operations[key][rank][number]
         title = f"{entry.text} number {number} of {self._found.groups[key].in_words}"
