@@ -12,8 +12,8 @@ from tests.ranks.test_standby import own_address
 from tests.support.restarts import answers, decisions, run
 from tests.support.torchrun_agents import ROOT, installed, running_agents
 from torchscout.decision.records.recorder import IncidentLog
-from torchscout.decision.recovery.restart_plan import RestartPlan
 from torchscout.decision.types import Action, Manifestation
+from torchscout.run.restart import RestartPlan
 
 pytestmark = pytest.mark.slow
 STEPS = int(os.environ.get("SCOUT_SOAK", "2000"))

@@ -72,6 +72,11 @@ class Scope(str, Enum):
     PROCESS_GROUP = "process_group"
     JOB = "job"
 
+    @property
+    def is_named(self) -> bool:
+        """Whether the ranks of an incident are accused; otherwise they are all who may be concerned."""
+        return self in (Scope.RANK, Scope.MACHINE)
+
 
 class Action(str, Enum):
     """What recovery should do first."""
@@ -83,7 +88,7 @@ class Action(str, Enum):
     """Restart, and check the machines of these ranks before they train: whichever fails is replaced."""
     REPLACE = "replace_machine"
     STOP = "stop"
-    """Never in an incident: the recovery policy decides this when a restart makes no sense."""
+    """A restart makes no sense: the program is at fault, or restarts have not helped."""
 
 
 class Failure(str, Enum):
@@ -197,6 +202,8 @@ class Incident:
     action: Action
     sentence: str
     """The conclusion in full sentences."""
+    slowdown: float | None = None
+    """How many times as long a step takes because of a slow rank or machine; None if it is not known."""
 
     def __post_init__(self) -> None:
         if not self.records:
@@ -225,6 +232,7 @@ class Incident:
             **{name: deciding[name] for name in ("surface", "status", "peers", "bitmap")},
             "action": self.action.value,
             "sentence": self.sentence,
+            "slowdown": self.slowdown,
             "records": [record.to_json() for record in self.records],
         }
 
@@ -258,16 +266,21 @@ class Decision:
     failure: Failure
     ranks: tuple[int, ...]
     hosts: tuple[str, ...]
-    """The machines that the incident named; with ``REPLACE``, those that must not be used again."""
+    """The machines of those ranks; with ``REPLACE``, those that must not be used again, and with
+    ``PREFLIGHT``, those to check."""
     sentence: str
     """The decision and its reason."""
+    scope: Scope = Scope.JOB
+    """The scope of the incident."""
+    seconds: float = 0.0
+    """For how long the job had run since its last start."""
     devices: tuple[str, ...] = ()
     """The devices of the named ranks, as far as they are known."""
     is_carried_out: bool = False
     """False in a dry run."""
 
     def to_json(self) -> dict[str, Any]:
-        names = {"action": self.action.value, "failure": self.failure.value}
+        names = {each: getattr(self, each).value for each in ("action", "failure", "scope")}
         lists = {name: [*getattr(self, name)] for name in ("ranks", "hosts", "devices")}
         return {"kind": "decision", **asdict(self), **names, **lists}
 
@@ -395,7 +408,8 @@ def _incident_from_json(line: Mapping[str, Any]) -> Incident:
 
 
 def _decision_from_json(line: Mapping[str, Any]) -> Decision:
-    return _from_fields(Decision, line, action=Action(line["action"]), failure=Failure(line["failure"]))
+    enums = {"action": Action(line["action"]), "failure": Failure(line["failure"])}
+    return _from_fields(Decision, line, **enums, scope=Scope(line["scope"]))
 
 
 def _agreements_from_json(line: Mapping[str, Any]) -> Agreements:

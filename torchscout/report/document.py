@@ -31,6 +31,7 @@ _ACTIONS = {
     Action.CONTINUE: "Continue.",
     Action.RESTART: "Restart the job in place.",
     Action.INSPECT: "Inspect the hardware.",
+    Action.PREFLIGHT: "Check the machines before they train again.",
     Action.REPLACE: "Replace the machine.",
     Action.STOP: "Stop the job.",
 }

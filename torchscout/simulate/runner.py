@@ -15,7 +15,7 @@ import numpy as np
 
 from torchscout.campaign.results import interval
 from torchscout.config import RecoveryConfig
-from torchscout.decision.recovery.policy import decide
+from torchscout.decision.policy import decide
 from torchscout.decision.types import Action, Incident
 from torchscout.simulate import hangs, numbers, slowness
 from torchscout.simulate.job import Job
