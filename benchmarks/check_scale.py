@@ -27,10 +27,10 @@ import xxhash
 from torchscout.c3 import compare as c3
 from torchscout.c3.tree import Runs, TreeChannel, groups_of
 from torchscout.config import BaselineConfig, ReplayConfig, StragglerConfig
-from torchscout.decision.consensus import Status
 from torchscout.decision.straggler.diagnosis import Stragglers
 from torchscout.decision.straggler.measured import Lap, Measured, encode, tables
 from torchscout.decision.straggler.timings import Timings
+from torchscout.decision.types import Status
 from torchscout.mesh import Axis, Mesh, PeerGroup
 from torchscout.replay.recipe import Comparison, Mode
 from torchscout.replay.verdicts import Context, judge

@@ -27,9 +27,9 @@ from typing import Any
 import zmq
 from large_round import TENSOR, LargeRound
 from reporting import environment, parser_of, publish
+from torchscout.observer.rounds.diagnosis import conclude
 
 from torchscout.config import ObserverConfig
-from torchscout.observer.rounds.diagnosis import conclude
 from torchscout.observer.rounds.hub import Hub
 from torchscout.observer.rounds.protocol import Tally, connect, decode, encode
 from torchscout.observer.rounds.relay import batches

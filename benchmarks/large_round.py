@@ -13,14 +13,15 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+from torchscout.observer.rounds.diagnosis import conclude
+from torchscout.observer.rounds.rank_report import RankReport
+from torchscout.observer.rounds.reports import Reports
+
 from torchscout.decision.progress import CommGroup, IssuedOp, Phase, Process, Progress, RankStatus
 from torchscout.mesh import Mesh
 from torchscout.observer.record.layout import RECENT
-from torchscout.observer.rounds.diagnosis import conclude
 from torchscout.observer.rounds.post import Post
 from torchscout.observer.rounds.post_writer import post_of
-from torchscout.observer.rounds.rank_report import RankReport
-from torchscout.observer.rounds.reports import Reports
 
 TENSOR = 8
 STEP = 40

@@ -24,8 +24,7 @@ from observer import SHARED_MEMORY
 from reporting import environment, parser_of, publish
 
 from torchscout.config import ReplayConfig
-from torchscout.decision.records.recorder import MOST_BYTES
-from torchscout.decision.records.summary import _CHECKS, _SECONDS
+from torchscout.decision.records.recorder import _CHECKS, _SECONDS, MOST_BYTES
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 

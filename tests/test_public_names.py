@@ -42,7 +42,7 @@ TORCH_FREE = [
     "torchscout.config",
     "torchscout.observer.handle",
     "torchscout.observer.process",
-    "torchscout.observer.rounds.diagnosis",
+    "torchscout.decision.hang",
     "torchscout.cli.main",
     "torchscout.checkpoint.trust.ledger",
     "torchscout.checkpoint.trust.selection",

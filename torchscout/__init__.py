@@ -18,8 +18,15 @@ if TYPE_CHECKING:
         RecoveryConfig,
         ReplayConfig,
     )
-    from torchscout.decision.consensus import Status, Verdict
-    from torchscout.decision.types import Action, EvidenceRecord, Incident, Manifestation, Scope
+    from torchscout.decision.types import (
+        Action,
+        EvidenceRecord,
+        Incident,
+        Manifestation,
+        Scope,
+        Status,
+        Verdict,
+    )
     from torchscout.errors import ScoutError
     from torchscout.mesh import Mesh, MeshAddress, PeerGroup
     from torchscout.session.session import Session
@@ -29,8 +36,15 @@ __version__ = "0.1.0"
 _MODULES = {
     "attach": ("enable_resiliency",),
     "config": ("CheckpointConfig", "ObserverConfig", "Parallelism", "RecoveryConfig", "ReplayConfig"),
-    "decision.consensus": ("Status", "Verdict"),
-    "decision.types": ("Action", "EvidenceRecord", "Incident", "Manifestation", "Scope"),
+    "decision.types": (
+        "Action",
+        "EvidenceRecord",
+        "Incident",
+        "Manifestation",
+        "Scope",
+        "Status",
+        "Verdict",
+    ),
     "c3.signature": ("signature", "signatures"),
     "errors": ("ScoutError",),
     "mesh": ("Mesh", "MeshAddress", "PeerGroup"),

@@ -15,7 +15,7 @@ from urllib.error import HTTPError
 from urllib.parse import urlsplit
 from urllib.request import HTTPRedirectHandler, Request, build_opener
 
-from torchscout.decision.types import Incident
+from torchscout.decision.types import Incident, headline
 from torchscout.log import Problems
 
 __all__ = ["Webhook", "host_of", "message_of"]
@@ -133,9 +133,8 @@ class _NoRedirect(HTTPRedirectHandler):
 
 def message_of(incident: Incident) -> dict[str, Any]:
     """Return what is posted: ``text`` for Slack, and the same as fields. It has no stacks and no records."""
-    head = f"torchscout: incident ({incident.manifestation.value}) at step {incident.step}"
     return {
-        "text": f"{head}: {_escaped(incident.sentence)}",
+        "text": f"torchscout: {_escaped(headline(incident))}",
         "manifestation": incident.manifestation.value,
         "scope": incident.scope.value,
         "step": incident.step,
@@ -150,7 +149,7 @@ def message_of(incident: Incident) -> dict[str, Any]:
 
 def _escaped(text: str) -> str:
     """Return text that Slack shows as it is: no links, no mentions, no control characters."""
-    plain = re.sub(r"[\x00-\x1f\x7f\u2028-\u202e\u2066-\u2069]+", " ", text)[:_MOST_CHARACTERS]
+    plain = re.sub(r"[\s\x00-\x1f\x7f\u2028-\u202e\u2066-\u2069]+", " ", text)[:_MOST_CHARACTERS]
     return plain.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
 
 

@@ -19,8 +19,7 @@ from torchscout.c3 import signature
 from torchscout.c3.channel import ProcessGroupChannel
 from torchscout.communicators import Communicators, PeerCommunicator
 from torchscout.config import ReplayConfig
-from torchscout.decision.records.recorder import JsonlRecorder
-from torchscout.decision.records.summary import SummaryRecorder
+from torchscout.decision.records.recorder import JsonlRecorder, SummaryRecorder
 from torchscout.replay import active, replayer
 from torchscout.replay.capture import broadcast
 from torchscout.replay.capture.context import RngState

@@ -10,6 +10,8 @@ from typing import Literal
 from evaluation.jobs.job import Job
 
 Flip = Literal["named", "reported"]
+GROUP_IS_NAMED = {"diverging": "a deadlock through several process groups names the group"}
+"""``Entry.wrong_today`` of jobs in which this happens."""
 REPLAY = range(1, 400)
 """The calls of a place in a step that are not training's own, however often it is replayed."""
 
@@ -62,6 +64,9 @@ class Entry:
     """Why no layer of it can be made slow here, if so."""
     not_resumed: str = ""
     """Why it does not go on from our checkpoints, if so."""
+    resumed_on: int | None = None
+    """On how many ranks it is resumed, if not on all: DDP among more than two does not end with the same bits
+    (see ``contracts.resumed``)."""
 
     in_test: tuple[str, ...] = ()
     """Contracts that ``make test`` tries on it; a wrong number as ``wrong_number:NAME``."""
@@ -69,6 +74,8 @@ class Entry:
     """Contracts that CI tries on it besides; the others are tried with ``make test-slow``."""
     on_cuda: tuple[str, ...] = ()
     """Contracts that ``make test-gpu`` tries on it, over NCCL."""
+    wrong_today: Mapping[str, str] = field(default_factory=dict)
+    """Contracts that torchscout does not keep on it yet, and why: expected failures, and strict ones."""
 
     def compared_on(self, rank: int) -> set[str]:
         return {*(self.compared(rank) if callable(self.compared) else self.compared)}

@@ -208,7 +208,6 @@ class Job:
         bare, updates = slow if slow else (_bare(self._modules[0]), self._optimizers[-1])
         faults = self._trial.faults + self._slowness(layers or _layer_names(bare))
         self._injector = Injector(faults, self.rank, bare, updates)
-        self._before = self._present()
         if self._trial.attach_after == 0:
             self._attach()
 
@@ -218,6 +217,10 @@ class Job:
             self.begin(step)
             yield step
             self.end(step)
+
+    def fetched(self, batch: Any) -> Any:
+        """The batch, as a loader returns it that a user passes through ``watch_input``."""
+        return batch if self.session is None else next(iter(self.session.watch_input([batch])))
 
     @property
     def first_step(self) -> int:
@@ -273,6 +276,7 @@ class Job:
         if trial.checkpoints is not None:
             os.environ["TORCHSCOUT_MEMORY"] = str(trial.checkpoints / "memory")
             kept = CheckpointConfig(trial.checkpoints / "files", persist_every=1)
+        self._before = self._present()  # with what training has started in its first steps
         self.session = session = enable_resiliency(
             self._model,
             self._optimizer,

@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from evaluation.jobs.entry import Entry, Wrong
+from evaluation.jobs.entry import GROUP_IS_NAMED, Entry, Wrong
 from evaluation.jobs.job import Job, local_of
 from evaluation.jobs.models import GPT, OWNED, REPLICATED, next_token_loss, text
 
@@ -121,7 +121,8 @@ def train(
         **({} if sharded else {"parallelism": axes}),
     )
     replica = job.rank // shape[-1]
-    torch.manual_seed(1000 + replica)  # what is whole on each rank drops out alike
+    if job.first_step == 1:  # otherwise the checkpoint had the random state
+        torch.manual_seed(1000 + replica)  # what is whole on each rank drops out alike
     for step in job.steps():
         optimizer.zero_grad()
         tokens, targets = text(step, replica)
@@ -152,6 +153,7 @@ JOBS: dict[str, Entry] = {
         compared=REPLICATED,
         unchecked=(),
         wrong=_WRONG,
+        wrong_today=GROUP_IS_NAMED,
         in_ci=("healthy", "wrong_number:part"),
     ),
     "tensor-sequence": Entry(

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from evaluation.jobs.catalog import CATALOG
-from evaluation.jobs.contracts import CONTRACTS, Attempt, wrong_number
+from evaluation.jobs.contracts import CONTRACTS, Attempt, ContractError, wrong_number
 
 STEPS = int(os.environ.get("SCOUT_JOB_STEPS", "20"))
 """Of a healthy job."""
@@ -27,6 +27,8 @@ def cases(contract: str, name: str, *more: str) -> list[Any]:
     entry, key = CATALOG[name], ":".join((contract, *more))
     when = [] if key in entry.in_test else [pytest.mark.long if key in entry.in_ci else pytest.mark.slow]
     here = pytest.mark.skipif(bool(entry.missing), reason=f"needs {', '.join(entry.missing)}")
+    if why := entry.wrong_today.get(key):
+        when.append(pytest.mark.xfail(strict=True, raises=ContractError, reason=f"wrong today: {why}"))
     found = [pytest.param(contract, name, *more, "gloo", marks=[here, *when], id=f"{key}-{name}")]
     if key in entry.on_cuda:
         marks = [here, pytest.mark.gpu, pytest.mark.nccl(entry.ranks)]

@@ -91,9 +91,9 @@ def test_ends(tmp_path: Path):
 
 def test_messages():
     kinds = [
-        {"kind": "announce", "insistent": False, "finding": None},
+        {"kind": "announce", "is_repeat": False, "findings": []},
         {"kind": "stack", "round": 1, "stack": "", "waiting": None},
-        {"kind": "moved", "seconds": 1.5, "finding": None, "is_reporter": True},
+        {"kind": "moved", "seconds": 1.5, "findings": [], "is_reporter": True},
     ]
 
     def attempt(chance: random.Random) -> None:
@@ -125,7 +125,7 @@ def test_progress_records(tmp_path: Path):
         path.write_bytes(data)
         reader = ProgressReader(path)
         reader.read()
-        reader.lines()
+        reader.groups()
         reader.step_seconds()
 
     try:

@@ -29,7 +29,7 @@ from torchscout.checkpoint.replication.sender import ReplicaSender
 from torchscout.checkpoint.replication.streams import Secret
 from torchscout.checkpoint.storage.shards import path_of
 from torchscout.config import ObserverConfig
-from torchscout.decision.progress import CommGroup, Phase
+from torchscout.decision.progress import CommGroup, Phase, RankReport
 from torchscout.decision.records.recorder import read
 from torchscout.mesh import Mesh
 from torchscout.observer.process import ObserverProcess
@@ -38,7 +38,6 @@ from torchscout.observer.rounds import protocol
 from torchscout.observer.rounds.hub import Hub
 from torchscout.observer.rounds.post import HEADER, Post
 from torchscout.observer.rounds.post_writer import post_of
-from torchscout.observer.rounds.rank_report import RankReport
 from torchscout.observer.rounds.reported_incidents import Finding
 from torchscout.observer.spec import ObserverSpec, describe_mesh
 from torchscout.observer.trainer import TrainerView
@@ -144,12 +143,11 @@ class _Job:
         """Whether three ranks that report properly still get the right answer."""
         self.pass_time()
         self.forget()
-        self.send(0, protocol.encode("announce", insistent=True))
+        self.send(0, protocol.encode("announce", is_repeat=True))
         for rank in range(RANKS):
             self.send(rank, post_of(self.reports[rank], self.hub._rounds))
         self.pass_time()
-        finding = self.hub._reported.finding
-        return finding is not None and finding.ranks == (RANKS - 1,)
+        return [each.ranks for each in self.hub._reported.findings] == [(RANKS - 1,)]
 
     def close(self) -> None:
         for each in (self.relay, *self.clients):
@@ -166,25 +164,22 @@ def job(writers: list[ProgressWriter], tmp_path: Path) -> Iterator[_Job]:
 
 
 def messages_to_a_hub(number: int) -> list[dict[str, Any]]:
+    findings = [Finding.of(incident(1), {}).to_json()]
     return [
-        {"kind": "announce", "insistent": True},
-        {"kind": "announce", "insistent": True, "finding": Finding.of(incident(1), {}).to_json()},
+        {"kind": "announce", "is_repeat": True},
+        {"kind": "announce", "is_repeat": True, "findings": findings},
         {"kind": "survey"},
         {"kind": "stack", "round": number, "stack": "File x, line 1", "waiting": True},
-        {
-            "kind": "moved",
-            "seconds": 1.5,
-            "finding": Finding.of(incident(1), {}).to_json(),
-            "is_reporter": True,
-        },
+        {"kind": "moved", "seconds": 1.5, "findings": findings, "is_reporter": True},
         {"kind": "declined", "round": number},
     ]
 
 
 def post_mutant(chance: random.Random, reports: list[RankReport], rank: int, number: int) -> bytes:
     """A post with other bytes or, so that more of it is read, with other numbers in its parts."""
-    stalled = replace(reports[rank], stalled=reports[rank].status.progress)
-    sent = chance.choice([reports[rank], report(rank, gone_seconds=3.0), stalled])
+    stalled = replace(reports[rank], stalled=reports[rank].progress, near_timeout=True)
+    killed = replace(report(rank, gone_seconds=3.0), how="killed", wait_status=9)
+    sent = chance.choice([reports[rank], killed, stalled, replace(reports[rank], is_incomplete=True)])
     data = bytearray(post_of(sent, number, chance.choice(("report", "report", "leave"))))
     if chance.random() < 0.5:
         return bytes_mutant(chance, bytes(data))
@@ -202,7 +197,7 @@ def batch_mutant(chance: random.Random, reports: list[RankReport], number: int) 
     if chance.random() < 0.2:
         return text_mutant(chance, {"kind": "unreachable", "ranks": [0, 2]})
     entries = [(rank, post_mutant(chance, reports, rank, number)) for rank in range(RANKS)]
-    entries += [(rank, protocol.encode("announce", insistent=True)) for rank in range(RANKS)]
+    entries += [(rank, protocol.encode("announce", is_repeat=True)) for rank in range(RANKS)]
     body = b"".join(
         struct.pack("<III", 1, rank, len(message)) + message for rank, message in chance.sample(entries, 4)
     )
@@ -221,7 +216,7 @@ def test_a_hub_survives_every_message(job: _Job, tmp_path: Path, capfd: pytest.C
         if chance.random() < 0.3:
             job.now += chance.choice((0.1, 3.0, 30.0))
         if chance.random() < 0.3:
-            job.send(0, protocol.encode("announce", insistent=True))
+            job.send(0, protocol.encode("announce", is_repeat=True))
         for _ in range(chance.randrange(4)):  # some answer properly
             rank = chance.randrange(RANKS)
             job.send(rank, post_of(job.reports[rank], job.hub._rounds))
@@ -256,14 +251,14 @@ def test_an_observer_survives_every_message(
     assert client is not None
     assert rounds is not None
     assert client.sockets[0].poll(10_000, zmq.POLLOUT)
-    finding = Finding.of(incident(0, 1), {0: report(0)})
+    finding = json.loads(json.dumps(Finding.of(incident(0, 1), {0: report(0)}).to_json()))
     messages = [
-        {"kind": "accepted"},
+        {"kind": "accepted", "seconds": 9.0},
         {"kind": "ask", "round": 3},
         {"kind": "sample", "round": 3},
         {"kind": "show", "round": 3, "characters": 100},
-        {"kind": "outcome", "finding": json.loads(json.dumps(finding.to_json()))},
-        {"kind": "outcome", "finding": None},
+        {"kind": "outcome", "findings": [finding]},
+        {"kind": "outcome", "findings": []},
     ]
 
     def deliver(message: bytes) -> None:

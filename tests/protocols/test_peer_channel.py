@@ -15,7 +15,7 @@ from tests.support.ranks import run_ranks
 from tests.support.thread_peers import on_threads, tree_of_threads
 from torchscout.c3 import compare as c3
 from torchscout.c3.channel import PeerChannel, ProcessGroupChannel, ThreadChannel
-from torchscout.decision.consensus import Status
+from torchscout.decision.types import Status
 from torchscout.errors import ChannelError
 from torchscout.mesh import Axis, PeerGroup
 

@@ -12,8 +12,7 @@ import pytest
 from tests.support.ranks import run_ranks
 from tests.support.replayed_job import Found, checked_training
 from torchscout.communicators import Job
-from torchscout.decision.records.recorder import HISTORY_FILE, IncidentLog, Stamped, read
-from torchscout.decision.types import Started, Trust
+from torchscout.decision.records.recorder import HISTORY_FILE, IncidentLog, Stamped, Started, Trust, read
 from torchscout.faults.plan import FaultPlan
 from torchscout.mesh import Mesh
 from torchscout.utils.private_files import first_text

@@ -31,6 +31,19 @@ def waiting_along_a_tensor_group(late: int) -> Job:
     return job.work("input", late)
 
 
+def chain_of_devices() -> Job:
+    """Over NCCL, hosts have issued everything. The device of rank 5 waits for rank 4, and that of rank 1 for
+    rank 5."""
+    job = Job(replica=4, tensor=2, machines=two_each(8)).steps(2)
+    tensor, replica = job.along("tensor"), job.along("replica")
+    for rank in range(8):
+        job.enter(tensor[rank], rank).enter(replica[rank], rank)
+    for rank in range(8):
+        job.device_enters(rank, tensor[rank], int(rank != 4))
+        job.device_enters(rank, replica[rank], int(rank not in (4, 5)))
+    return job.devices_busy(*range(8)).work("idle", *range(8))
+
+
 def with_a_timeout_of(seconds: float) -> Job:
     return Job(replica=4, machines=two_each(4)).group("world", *EVERYBODY, timeout=seconds).steps(3)
 
@@ -150,6 +163,40 @@ ROWS = [
         .ask(0.1),
         must_come=[],
     ),
+    Row(
+        "a rank is killed, and the others, which the launcher ends because of that, are seen to end before",
+        given=replicas()
+        .work("forward", *EVERYBODY)
+        .end("asked", 0, 2, 3)
+        .seconds(0.3)
+        .end("killed", 1)
+        .ask(0.1),
+        must_come=[crash([1], "rank", "restart")],
+        never=[0, 2, 3],
+    ),
+    Row(
+        "a rank fails, and the others, which the launcher ends because of that, are seen to end before",
+        given=replicas()
+        .work("forward", *EVERYBODY)
+        .end("asked", 0, 2, 3)
+        .seconds(0.3)
+        .end("failed", 1)
+        .ask(0.1),
+        must_come=[crash([1], "rank", "restart")],
+        never=[0, 2, 3],
+    ),
+    Row(
+        "over NCCL a rank fails, and those that wait for it one after the other are seen to fail before",
+        given=chain_of_devices()
+        .end("failed", 1)
+        .seconds(0.1)
+        .end("failed", 5)
+        .seconds(0.1)
+        .end("failed", 4)
+        .ask(0.1),
+        must_come=[crash([4], "rank", "restart")],
+        never=[0, 1, 2, 3, 5, 6, 7],
+    ),
     # Several end.
     Row(
         "two ranks of two machines are killed together",
@@ -181,6 +228,17 @@ ROWS = [
         .end("failed", 0, 1)
         .ask(0.5),
         must_come=[hang([2], "rank", "restart")],
+    ),
+    Row(
+        "a rank fails inside an operation that misses others, and then the launcher ends those that work",
+        given=replicas()
+        .enter("world", 1)
+        .work("forward", 0, 2, 3)
+        .end("failed", 1)
+        .seconds(1)
+        .end("asked", 0, 2, 3)
+        .ask(0.5),
+        must_come=[crash([1], "rank", "restart")],
     ),
     Row(
         "over NCCL, a timeout aborts what two ranks wait for, their devices go on, and then they are ended",
@@ -274,6 +332,16 @@ ROWS = [
         "a rank is killed a second after its own hang is over",
         given=after_a_hang_that_is_over().enter("world", 0, 1, 3).end("killed", 2).ask(0.5),
         must_come=[crash([2], "rank", "restart")],
+    ),
+    Row(
+        "a rank is killed a second after another one's hang is over, and two fail because of it",
+        given=after_a_hang_that_is_over()
+        .enter("world", 0, 2, 3)
+        .end("killed", 1)
+        .end("failed", 0, 3)
+        .ask(0.5),
+        must_come=[crash([1], "rank", "restart")],
+        never=[0, 3],
     ),
 ]
 

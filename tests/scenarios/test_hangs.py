@@ -70,6 +70,19 @@ def all_replica_groups_that_stall() -> Job:
     return job
 
 
+def left_out_of_a_pair() -> Job:
+    """Rank 6 goes on to its replicas and to the whole job without the last operation of its tensor pair."""
+    job = Job(replica=4, tensor=2, machines=one_each(8), stacks="shown").steps(2)
+    tensor, replica = job.along("tensor"), job.along("replica")
+    for rank in range(8):
+        job.enter(tensor[rank], rank)
+    for rank in job.all_but(6):
+        job.enter(tensor[rank], rank)
+    for rank in job.all_but(7):
+        job.enter(replica[rank], rank)
+    return job.enter("world", 0, 2, 4, 6)
+
+
 def pairs_in_opposite_order() -> Job:
     job = Job(replica=2, tensor=4).steps(2)
     for first in range(0, 8, 2):
@@ -176,6 +189,12 @@ ROWS = [
         .enter("world", 0, 1, 2)
         .ask(),
         must_come=[hang([3], "rank", "restart")],
+    ),
+    Row(
+        "a rank is stopped inside an operation that another one has not entered: neither excuses the other",
+        given=replicas(machines=one_each(4)).enter("world", 0, 1, 3).work("input", 2).stop(1).ask(),
+        must_come=[hang([1, 2], "rank", "restart")],
+        never=[0, 3],
     ),
     Row(
         "a rank is stopped by a signal",
@@ -358,6 +377,12 @@ ROWS = [
         .enter("checks", 6, operation=BARRIER)
         .ask(),
         must_come=[hang([6], "rank", "restart")],
+    ),
+    Row(
+        "a rank leaves an operation of its pair out: its neighbour waits for it there, and is not named",
+        given=left_out_of_a_pair().ask(),
+        must_come=either([hang([1, 3, 5, 6, 7], "process group", "restart")], [hang([6], "rank", "restart")]),
+        never=[7],
     ),
     Row(
         "a program enters its pairs in opposite order everywhere",

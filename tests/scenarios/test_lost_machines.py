@@ -87,6 +87,17 @@ ROWS = [
         given=confirmed(replicas(6).work("evaluation", *range(6)).no_answer(2, 3)),
         must_come=[],
     ),
+    Row(
+        "the same over NCCL: idle devices wait for nobody either",
+        given=confirmed(
+            replicas(6)
+            .devices_follow(*range(6))
+            .devices_idle(*range(6))
+            .work("evaluation", *range(6))
+            .no_answer(2, 3)
+        ),
+        must_come=[],
+    ),
     # It is not confirmed.
     Row(
         "both observers of a machine are late in one round; all ranks have entered the operation",
@@ -215,6 +226,31 @@ ROWS = [
         given=confirmed(replicas().enter("world", *EVERYBODY).no_answer(2).end("killed", 1)),
         must_come=[crash([1], "rank", "restart")],
     ),
+    Row(
+        "a rank is lost with its observer, and the launcher ends the others one after the other",
+        given=confirmed(
+            replicas()
+            .work("forward", *EVERYBODY)
+            .no_answer(2, connection="closed")
+            .end("asked", 0)
+            .seconds(0.2)
+            .end("asked", 1, 3)
+        ),
+        must_come=either([crash(EVERYBODY, "process group", "restart")], [crash([2], "rank", "restart")]),
+        never=[0, 1, 3],
+    ),
+    Row(
+        "a machine is lost, and the launcher ends the trainers of the others one after the other",
+        given=confirmed(
+            replicas(6)
+            .work("forward", *range(6))
+            .no_answer(2, 3)
+            .end("asked", 0)
+            .seconds(0.2)
+            .end("asked", 1, 4, 5)
+        ),
+        must_come=[lost([2, 3], "machine", "replace")],
+    ),
     # Too few answer.
     Row(
         "two machines of three answer, and all ranks have entered the operation",
@@ -224,6 +260,17 @@ ROWS = [
     Row(
         "one machine of three answers: it may itself be cut off",
         given=confirmed(cut_in_two(0, 1)),
+        must_come=either([hang(range(6), "job", "inspect")], [hang(range(6), "job", "preflight")]),
+    ),
+    Row(
+        "one rank of six answers, and waits for its neighbour, which does not: that says little of the job",
+        given=confirmed(
+            Job(replica=6, machines=["a"] * 4 + ["b"] * 2)
+            .group("pair", 4, 5)
+            .steps(2)
+            .enter("pair", 5)
+            .no_answer(0, 1, 2, 3, 4)
+        ),
         must_come=either([hang(range(6), "job", "inspect")], [hang(range(6), "job", "preflight")]),
     ),
 ]

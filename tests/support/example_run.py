@@ -6,9 +6,8 @@ from pathlib import Path
 
 from tests.support.incidents import incident_from
 from torchscout.config import StragglerConfig
-from torchscout.decision.consensus import Status, Verdict, exact, statistical
-from torchscout.decision.records.recorder import JsonlRecorder
-from torchscout.decision.records.summary import SummaryRecorder
+from torchscout.decision.consensus import exact, statistical
+from torchscout.decision.records.recorder import JsonlRecorder, Started, SummaryRecorder, Trust
 from torchscout.decision.types import (
     Action,
     Decision,
@@ -16,8 +15,8 @@ from torchscout.decision.types import (
     Failure,
     Manifestation,
     Resolved,
-    Started,
-    Trust,
+    Status,
+    Verdict,
 )
 from torchscout.mesh import AXES, Mesh
 from torchscout.observer.record.directory import RankEntry

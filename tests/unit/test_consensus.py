@@ -12,7 +12,8 @@ import pytest
 from torchscout.c3 import compare as c3
 from torchscout.c3.channel import PeerChannel
 from torchscout.decision import consensus
-from torchscout.decision.consensus import Status, Unanimous, exact, known, robust_scale, statistical
+from torchscout.decision.consensus import Unanimous, exact, known, robust_scale, statistical
+from torchscout.decision.types import Status
 from torchscout.mesh import Axis, PeerGroup
 
 AGREE, ATTRIBUTED, INCONCLUSIVE = Status.AGREE, Status.ATTRIBUTED, Status.INCONCLUSIVE

@@ -49,7 +49,7 @@ def test_an_elected_hub_decides_nothing_without_a_majority(board: Board):
     board.join(0)
     board.turn()
     board.now = 1000.0
-    board.clients[0].send(0, "announce", insistent=False, finding=None)
+    board.announce(0)
     board.until(lambda: board.hub.problem)
     assert "1 of 3 observers" in board.hub.problem
     assert not board.hub.is_needed
@@ -57,13 +57,13 @@ def test_an_elected_hub_decides_nothing_without_a_majority(board: Board):
     board.hold_round(0, 2)
     assert board.hub.problem is None
     assert board.hub.is_needed
-    assert sorted(board.rounds[0][0]) == [0, 2]
+    assert board.answered == [[0, 2]]
 
 
 def test_an_elected_hub_gives_the_others_time_to_find_it(board: Board):
     board.hub.open()
     board.join(0, 1)
-    board.clients[0].send(0, "announce", insistent=False, finding=None)
+    board.announce(0)
     board.until(lambda: board.hub.tally.received)
     assert board.kinds(0) in ([], ["present"])
     board.now = board.hub.config.election_seconds + 1
@@ -75,7 +75,7 @@ def test_another_hubs_finding_about_the_same_silence_is_not_reported_again(board
     board.join(0, 1, 2)
     board.verdict = incident(1)
     known = Finding.of(incident(1), {}).to_json()
-    board.clients[0].send(0, "announce", insistent=True, finding=known)
+    board.clients[0].send(0, "announce", is_repeat=True, findings=[known])
     board.until(lambda: "ask" in board.kinds(0))
     board.report_all(0, 1, 2)
     board.until(lambda: "outcome" in board.kinds(0))

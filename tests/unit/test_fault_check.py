@@ -64,6 +64,7 @@ def test_a_possible_plan_is_accepted_and_the_model_left_as_it_is():
         (scaled("layer.0/output").showing("time/module"), "no sdc shows on 'time/module'"),
         (slow("layer.0/forward").showing("layer.0/output"), "no straggler shows on"),
         (FaultPlan().stall(rank=0, at="step", step=1, seconds=1).showing("time/module"), "no hang shows"),
+        (FaultPlan().kill(rank=0, step=1).showing("issued/tp"), "no crash shows on 'issued/tp'"),
     ],
 )
 def test_an_impossible_fault_is_refused(plan: FaultPlan, message: str):

@@ -26,7 +26,7 @@ from torchscout.session.session import Parts, Session
 TOTALS = {"count": 3, "seconds": 0.5, "bytes": 4096}
 FULL: dict[str, Any] = {
     "step": 100,
-    "incidents": [("sdc", "rank"), ("sdc", "rank"), ("hang", "process_group")],
+    "incidents": [("sdc", "rank"), ("sdc", "rank"), ("hang", "process_group"), ("crash", "rank")],
     "failures": 2,
     "observer": {
         "silent_seconds": 1.5,
@@ -85,6 +85,7 @@ def test_every_metric_is_sampled_once_per_labels():
     [
         ("incidents_total", {"manifestation": "sdc", "scope": "rank"}, 2),
         ("incidents_total", {"manifestation": "hang", "scope": "process_group"}, 1),
+        ("incidents_total", {"manifestation": "crash", "scope": "rank"}, 1),
         ("incidents_total", {"manifestation": "straggler", "scope": "rank"}, 0),
         ("verdicts_total", {"manifestation": "sdc", "status": "agree"}, 30),
         ("verdicts_total", {"manifestation": "sdc", "status": "attributed"}, 0),

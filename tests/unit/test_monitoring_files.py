@@ -14,8 +14,7 @@ import promql_parser
 import pytest
 import yaml
 
-from torchscout.decision.consensus import Status
-from torchscout.decision.types import NOT_CHECKED, Manifestation, Scope
+from torchscout.decision.types import NOT_CHECKED, Manifestation, Scope, Status
 from torchscout.metrics.samples import METRICS
 
 FOLDER = Path(__file__).parents[2] / "monitoring"

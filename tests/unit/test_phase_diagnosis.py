@@ -7,6 +7,7 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
+from torchscout.observer.rounds.rank_report import RankReport
 
 from torchscout import attach
 from torchscout.config import ObserverConfig, ReplayConfig, StragglerConfig
@@ -17,7 +18,6 @@ from torchscout.errors import ScoutError
 from torchscout.mesh import Mesh
 from torchscout.observer.process import ObserverProcess
 from torchscout.observer.record.writer import ProgressWriter
-from torchscout.observer.rounds.rank_report import RankReport
 from torchscout.observer.spec import ObserverSpec, describe_mesh
 
 HOSTS = ["node-0", "node-0", "node-1", "node-1"]

@@ -10,20 +10,33 @@ from pathlib import Path
 
 import pytest
 
-from torchscout.decision.consensus import Status, Verdict, exact, statistical
+from torchscout.decision.consensus import exact, statistical
 from torchscout.decision.records import recorder
-from torchscout.decision.records.recorder import JsonlRecorder, Problem, Stamped, log_incident
-from torchscout.decision.types import (
-    Action,
+from torchscout.decision.records.line_files import LeftOut
+from torchscout.decision.records.recorder import (
     Agreement,
     Agreements,
+    JsonlRecorder,
+    Problem,
+    Stamped,
+    Started,
+    Trust,
+    log_incident,
+)
+from torchscout.decision.types import (
+    Action,
+    Decision,
     EvidenceRecord,
+    Failure,
     Incident,
-    LeftOut,
     Manifestation,
+    Recordable,
     Resolved,
     Scope,
+    Status,
+    Verdict,
     from_json,
+    headline,
 )
 
 CONTRACT = {"schema", "kind", "time", "step", "manifestation", "scope", "ranks", "hosts", "surface"}
@@ -92,13 +105,91 @@ AGREEMENTS = Agreements(
 )
 
 
-@pytest.mark.parametrize(
-    "item",
-    [EVIDENCE, TIMES, NOT_CHECKED, INCIDENT, RESOLVED, AGREEMENTS, LeftOut(count=3)],
-    ids=lambda item: type(item).__name__,
+DECISION = Decision(
+    step=7,
+    action=Action.PREFLIGHT,
+    failure=Failure.SDC,
+    ranks=(5,),
+    hosts=("node-2",),
+    sentence="Check machine node-2.",
+    is_carried_out=True,
 )
-def test_records_survive_json(item):
-    assert from_json(json.loads(json.dumps(item.to_json(), allow_nan=False))) == item
+SIGNATURES = Verdict(Status.ATTRIBUTED, (0,), (-(1 << 63), (1 << 63) - 1, (1 << 63) - 1))
+ITEMS = {
+    "evidence": EVIDENCE,
+    "times": TIMES,
+    "not checked": NOT_CHECKED,
+    "signatures": replace(EVIDENCE, peers=(0, 1, 2), verdict=SIGNATURES),
+    "incident": INCIDENT,
+    "a crash": replace(INCIDENT, manifestation=Manifestation.CRASH, action=Action.PREFLIGHT),
+    "resolved": RESOLVED,
+    "recovered": replace(RESOLVED, recovered=4),
+    "decision": DECISION,
+    "agreements": AGREEMENTS,
+    "started": Started(step=3, sentence="All ranks load step 3."),
+    "trust": Trust(step=20, latest=19, candidate=None, verified=0, poisoned=None),
+    "left out": LeftOut(count=3),
+}
+
+
+@pytest.mark.parametrize("item", ITEMS.values(), ids=ITEMS)
+def test_records_survive_json(item: Recordable):
+    line = json.loads(json.dumps(item.to_json(), allow_nan=False))
+    assert from_json(line, type(item)) == item
+    assert from_json({**line, "since": "a later version"}, type(item)) == item
+
+
+def test_a_field_that_an_earlier_version_did_not_write_has_its_default():
+    for item, name in ((RESOLVED, "recovered"), (DECISION, "devices"), (TIMES, "layer")):
+        line = item.to_json()
+        del line[name]
+        assert from_json(line) == item
+
+
+def with_record(**change: object) -> dict[str, object]:
+    return {"records": [{**EVIDENCE.to_json(), **change}]}
+
+
+WRONG = [
+    ({"step": "seven"}, "seven"),
+    ({"step": 7.0}, "7.0"),
+    ({"step": True}, "True"),
+    ({"step": 1 << 60}, "1152921504606846976"),
+    ({"ranks": 5}, "5"),
+    ({"ranks": [[5]]}, r"\[5\]"),
+    ({"hosts": [None]}, "None"),
+    ({"sentence": {"a": 1}}, "'a': 1"),
+    ({"scope": "galaxy"}, "galaxy"),
+    ({"action": ["continue"]}, "continue"),
+    ({"kind": "poem"}, "poem"),
+    ({"records": []}, "needs the records"),
+    ({"records": [7]}, "7"),
+    (with_record(bitmap=[1]), "longer"),
+    (with_record(evidence=["0" * 17] * 4), "00000000000000000"),
+    (with_record(progress=[]), r"\[\]"),
+    (with_record(stall_seconds=math.inf), "inf"),
+    (with_record(status="not_checked"), "needs either a verdict or a reason"),
+    (with_record(peers=[1, 3]), "4 pieces of evidence for 2 peers"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), WRONG)
+def test_what_no_recorder_writes_is_refused(change: dict[str, object], message: str):
+    with pytest.raises(ValueError, match=message):
+        from_json({**INCIDENT.to_json(), **change})
+
+
+@pytest.mark.parametrize("name", ["step", "scope", "ranks", "sentence", "records"])
+def test_a_line_without_what_it_is_about_is_refused(name: str):
+    line = INCIDENT.to_json()
+    del line[name]
+    with pytest.raises(ValueError, match=f"not a whole incident line: .*{name}"):
+        from_json(line)
+
+
+def test_a_headline_is_one_line():
+    two = replace(INCIDENT, sentence="Two\nlines.")
+    assert headline(two) == "incident (sdc) at step 7: Two lines."
 
 
 def test_what_a_verdict_names_is_derived():
@@ -187,11 +278,3 @@ def test_incidents_are_logged(caplog: pytest.LogCaptureFixture):
         assert record.levelname == level
         assert fact in record.message
         assert INCIDENT.sentence in record.message
-
-
-def test_a_verdict_is_not_rewritten_by_the_round_trip():
-    verdict = Verdict(Status.ATTRIBUTED, (0,), (-(1 << 63), (1 << 63) - 1, (1 << 63) - 1))
-    record = EvidenceRecord(
-        step=1, surface="s", manifestation=Manifestation.SDC, peers=(0, 1, 2), verdict=verdict
-    )
-    assert from_json(record.to_json()) == record

@@ -6,6 +6,7 @@ import base64
 import hashlib
 import json
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -15,24 +16,23 @@ from typer.testing import CliRunner
 from tests.support.incidents import incident_from
 from torchscout.cli.main import app
 from torchscout.decision.consensus import exact, statistical
-from torchscout.decision.records.recorder import JsonlRecorder
+from torchscout.decision.records.recorder import Agreement, Agreements, JsonlRecorder, Started, Trust
 from torchscout.decision.types import (
     Action,
-    Agreement,
-    Agreements,
     Decision,
     EvidenceRecord,
     Failure,
+    Incident,
     Manifestation,
     Resolved,
-    Started,
-    Trust,
+    Scope,
 )
 from torchscout.observer.record.directory import End, RankEntry
 from torchscout.report.document import document_of
 from torchscout.report.evidence import stacks_of, waits_of
 from torchscout.report.page import embedded, page
 from torchscout.report.reading import read_run
+from torchscout.report.screen import _incidents
 from torchscout.utils.text import spans
 
 PEERS = (0, 1, 2, 3)
@@ -156,6 +156,41 @@ def test_the_document_has_incidents_with_place_decision_and_evidence(tmp_path: P
     assert late["waiting"] == [[0, 0], [2, 3]]
     assert late["stacks"] == [{"text": "File a.py, line 1", "ranks": [[1, 1]], "named": True}]
     assert document["sentence"].startswith("2 incidents, 1 open. 4 ranks on 2 machines: 4 finished")
+
+
+CRASH = Incident(
+    manifestation=Manifestation.CRASH,
+    scope=Scope.RANK,
+    step=40,
+    ranks=(2,),
+    hosts=("node-7",),
+    records=(replace(stuck("process", PEERS, [0, 0, 1, 0]), manifestation=Manifestation.CRASH),),
+    action=Action.PREFLIGHT,
+    sentence="Rank 2 on node-7 was killed by SIGKILL between steps 40 and 41; ranks 1 and 3 failed because "
+    "of it.",
+)
+
+
+def test_a_crash_is_shown_with_its_sentence_and_what_to_do(tmp_path: Path):
+    JsonlRecorder(tmp_path, 0).record(CRASH)
+    document = document_of(read_run(tmp_path))
+    (shown,) = document["incidents"]
+    assert (shown["manifestation"], shown["sentence"], shown["ranks"]) == ("crash", CRASH.sentence, [[2, 2]])
+    assert shown["todo"] == "Restart the job, and check the machines of the named ranks before they train."
+    assert [vote["value"] for vote in shown["records"][0]["votes"]] == ["ended", "alive"]
+    assert shown["waits"] == []
+
+
+@pytest.mark.parametrize("kind", Manifestation)
+@pytest.mark.parametrize("action", [each for each in Action if each is not Action.STOP])
+def test_every_kind_and_every_action_has_words(tmp_path: Path, kind: Manifestation, action: Action):
+    JsonlRecorder(tmp_path, 0).record(replace(CRASH, manifestation=kind, action=action))
+    document = document_of(read_run(tmp_path))
+    assert document["incidents"][0]["todo"].endswith(".")
+    assert kind.in_words in "\n".join(_incidents(document["incidents"]))
+    script = page(document).rpartition("<script>")[2]
+    for table in (f'{kind.value}: "{kind.in_words}"', f"{kind.value}: {{ letter: "):
+        assert table in script
 
 
 def test_the_document_has_ranks_timeline_trust_times_and_coverage(tmp_path: Path):

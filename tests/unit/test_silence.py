@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from torchscout.config import ObserverConfig
-from torchscout.decision.progress import Phase, Progress
+from torchscout.decision.progress import Phase, Progress, Window
 from torchscout.observer.silence import SilenceDetector, seconds_for, threshold
 
 CONFIG = ObserverConfig(
@@ -19,7 +19,7 @@ STEADY = [1.0] * 20
 def progress(
     silent: float = 0.0, *, step: int = 7, operation: int = 3, phase: Phase = Phase.FORWARD
 ) -> Progress:
-    return Progress(0, step, operation, phase, {}, (), at_communication=False, silent_seconds=silent)
+    return Progress(0, step, operation, phase, {}, Window(), at_communication=False, silent_seconds=silent)
 
 
 @pytest.mark.parametrize(
@@ -129,10 +129,10 @@ def test_settings_are_checked(name: str, value: float):
 def test_a_rank_close_to_its_timeout_announces_at_once():
     waiting, quick = progress(6.0, step=0), SilenceDetector(CONFIG)
     assert not quick.is_due(waiting, [], paused=False, now=200.0)
-    assert quick.is_due(waiting, [], paused=False, now=200.1, is_pressed=True)
-    assert not quick.is_due(waiting, [], paused=True, now=200.2, is_pressed=True)
+    assert quick.is_due(waiting, [], paused=False, now=200.1, near_timeout=True)
+    assert not quick.is_due(waiting, [], paused=True, now=200.2, near_timeout=True)
     quick.round_held(waiting.coordinate, 200.3)
-    assert not quick.is_due(waiting, [], paused=False, now=200.4, is_pressed=True), "once for a while"
+    assert not quick.is_due(waiting, [], paused=False, now=200.4, near_timeout=True), "once for a while"
 
 
 @pytest.mark.parametrize(("size", "seconds"), [(3, 1.0), (1024, 1.0), (16_384, 1.768), (131_072, 7.5024)])

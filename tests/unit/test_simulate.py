@@ -12,7 +12,7 @@ from torchscout.cli.main import app
 from torchscout.decision import sdc
 from torchscout.decision.consensus import Status, Verdict
 from torchscout.decision.progress import Process
-from torchscout.decision import policy
+from torchscout.decision.recovery import policy
 from torchscout.decision.straggler import diagnosis
 from torchscout.decision.types import Action, EvidenceRecord, Incident, Manifestation, Scope
 from torchscout.observer.rounds import diagnosis as round_diagnosis

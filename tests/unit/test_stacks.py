@@ -73,14 +73,18 @@ def test_frames_between_a_wait_and_its_caller_are_ignored():
     assert stacks.is_waiting(thread(dispatcher, MINE)) is None
 
 
-def test_a_users_own_frame_may_sleep_or_wait():
-    assert stacks.is_waiting(thread(MINE)) is None
-
-
-def test_the_standard_library_does_not_communicate():
-    assert stacks.is_waiting(thread(("/usr/lib/python3.11/queue.py", "get"), MINE)) is False
-    assert stacks.is_waiting(thread(("<frozen importlib._bootstrap>", "_load"), MINE)) is False
-    assert stacks.is_waiting(thread(("/env/lib/python3.11/site-packages/a.py", "b"), MINE)) is None
+@pytest.mark.parametrize(
+    "frame",
+    [
+        MINE,
+        ("/usr/lib/python3.11/queue.py", "get"),
+        ("/usr/lib/python3.11/threading.py", "wait"),
+        ("<frozen importlib._bootstrap>", "_load"),
+        ("/env/lib/python3.11/site-packages/a.py", "b"),
+    ],
+)
+def test_any_other_code_may_wait_for_a_thread_that_communicates(frame: tuple[str, str]):
+    assert stacks.is_waiting(thread(frame, MINE)) is None
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,7 @@ def test_durations_that_call_for_a_survey(values: list[float], due: bool):
 
 
 def test_durations_below_phase_ms_or_before_the_first_steps_call_for_none():
-    for seconds, steps in ((0.009, [0.01] * 20), (0.3, [])):
+    for seconds, steps in ((0.009, [0.01] * 20), (0.3, []), (0.3, [0.0]), (0.3, [0.0, 2.0])):
         assert not SurveySchedule(CONFIG).is_due(durations(values=times(seconds, 20)), steps, 0.0)
 
 

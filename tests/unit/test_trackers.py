@@ -11,6 +11,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch.utils.tensorboard import SummaryWriter
 
 from tests.unit.test_record import INCIDENT, RESOLVED
+from torchscout.decision.types import headline
 from torchscout.metrics.trackers import TensorBoardRecorder, WandbRecorder
 
 KIND = f"torchscout/incidents/{INCIDENT.manifestation.value}"
@@ -27,7 +28,7 @@ def test_tensorboard_shows_each_incident_in_one_line(tmp_path: Path):
     assert [(each.step, each.value) for each in events.Scalars(KIND)] == [(INCIDENT.step, 1), (LATER.step, 2)]
     texts = events.Tensors("torchscout/incident/text_summary")
     shown = [each.tensor_proto.string_val[0].decode().strip() for each in texts]
-    assert shown == [f"step {INCIDENT.step}: {INCIDENT.sentence}", f"step {LATER.step}: Two lines."]
+    assert shown == [headline(INCIDENT), f"incident (sdc) at step {LATER.step}: Two lines."]
 
 
 def test_wandb_shows_the_count_and_the_last_incident_without_a_row_of_its_own(
@@ -43,5 +44,5 @@ def test_wandb_shows_the_count_and_the_last_incident_without_a_row_of_its_own(
     assert run.step == before
     run.log({"loss": 0.5})
     assert run.summary[KIND] == 2
-    assert run.summary["torchscout/last_incident"] == f"step {LATER.step}: Two lines."
+    assert run.summary["torchscout/last_incident"] == headline(LATER)
     run.finish()

@@ -10,8 +10,8 @@ import numpy as np
 import xxhash
 
 from torchscout.decision import consensus
-from torchscout.decision.consensus import Status, Unanimous, Verdict
-from torchscout.decision.types import Surface
+from torchscout.decision.consensus import Unanimous
+from torchscout.decision.types import Status, Surface, Verdict
 
 if TYPE_CHECKING:
     from torchscout.c3.channel import PeerChannel

@@ -32,7 +32,7 @@ COMMANDS = {
         "Check whether this machine is ready for a long run, and show what to fix.",
     ),
     "explain": (
-        "torchscout.cli.explain.command:explain",
+        "torchscout.cli.explain:explain",
         "Explain why a job hangs, from its Flight Recorder dumps.",
     ),
     "hosts": (

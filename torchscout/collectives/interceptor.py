@@ -63,9 +63,10 @@ class Pending:
 class Listener(Protocol):
     """Is called for every collective, on the thread that issues it.
 
-    If the backend raises, so that there is no operation, ``refused(call, token)`` is called instead of
-    ``issued`` where a listener has that method. Methods may block. Collectives that a listener issues itself are not reported. An exception does not reach
-    training, but removes the listener that raised it, because its knowledge is then incomplete.
+    If the backend raises, so that there is no operation, ``refused(token)`` is called instead of ``issued``
+    where a listener has that method. Methods may block. Collectives that a listener issues itself are not
+    reported. An exception does not reach training, but removes the listener that raised it, because its
+    knowledge is then incomplete.
     """
 
     def before(self, call: Call) -> Any:
@@ -141,9 +142,9 @@ class Handle:
     def issued(self, call: Call, token: Any, pending: Pending | None) -> None:
         self._notify(self._listener.issued, call, token, pending)
 
-    def refused(self, call: Call, token: Any) -> None:
+    def refused(self, token: Any) -> None:
         if (method := getattr(self._listener, "refused", None)) is not None:
-            self._notify(method, call, token)
+            self._notify(method, token)
 
     def _notify(self, method: Callable[..., Any], *arguments: Any) -> Any:
         if not self._attached:
@@ -284,6 +285,6 @@ def _notify_after(
             if is_issued:
                 handle.issued(call, token, pending)
             else:
-                handle.refused(call, token)
+                handle.refused(token)
     finally:
         _thread.in_listener = False

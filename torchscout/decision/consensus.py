@@ -10,12 +10,11 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass
-from enum import Enum
 from itertools import repeat
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from torchscout.config import KAPPA, MATERIAL_RATIO
+from torchscout.decision.types import Status, Verdict
 
 if TYPE_CHECKING:
     import numpy as np
@@ -40,15 +39,6 @@ MANY = 64
 """From so many peers on, values are compared as arrays."""
 
 _Value = TypeVar("_Value")
-
-
-class Status(str, Enum):
-    AGREE = "agree"
-    """The evidence satisfies the rule."""
-    ATTRIBUTED = "attributed"
-    """The rule names one or more outliers."""
-    INCONCLUSIVE = "inconclusive"
-    """Peers disagree, and no majority decides which are right."""
 
 
 class _Many(Sequence[_Value]):
@@ -108,27 +98,6 @@ class _Durations(_Many[float]):
 
     def __iter__(self) -> Iterator[float]:
         return iter(self._numbers.tolist())
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """The conclusion of the peers: R = (s, B, E) in the paper."""
-
-    status: Status
-    outliers: tuple[int, ...]
-    """Positions in the peer group, ascending; empty unless attributed."""
-    evidence: Sequence[Hashable]
-    """What each peer reported, in peer order."""
-
-    @property
-    def bitmap(self) -> tuple[int, ...]:
-        """One bit per peer, 1 for an outlier."""
-        marked = set(self.outliers)
-        return tuple(int(position in marked) for position in range(len(self.evidence)))
-
-    @property
-    def agrees(self) -> bool:
-        return self.status is Status.AGREE
 
 
 class Dispersion(NamedTuple):

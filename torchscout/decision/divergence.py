@@ -10,11 +10,14 @@ from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from torchscout.decision.consensus import Status, Verdict
 from torchscout.decision.hang_graph import Evidence
 from torchscout.decision.progress import CommGroup, IssuedOp
+from torchscout.decision.types import Status, Verdict
 
 __all__ = ["Divergence", "culprits", "divergences"]
+
+_READ = 8
+"""Members of one history whose windows are read: they need not begin at the same number."""
 
 # [Note: The first difference]
 #
@@ -42,7 +45,7 @@ class Divergence:
     verdict: Verdict
     """Positions are those of ``voters``."""
     is_old: bool
-    """Whether all members have issued more since: that did no harm, unless nothing else explains a hang."""
+    """Whether all members have finished it: that did no harm, unless nothing else explains a hang."""
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -56,12 +59,12 @@ def divergences(evidence: Evidence, looked_at: Iterable[int]) -> list[Divergence
     for rank in looked_at:
         progress = evidence.reports[rank].progress
         groups.update(() if progress is None else progress.recent.digests)
-    found = (
-        _diverged(evidence, key)
-        for key in sorted(groups & evidence.groups.keys())
-        if _may_differ(evidence, key)
-    )
-    return [each for each in found if each is not None]
+    found = []
+    for key in sorted(groups & evidence.groups.keys()):
+        histories = _histories(evidence, key)
+        if len(histories) > 1 and (divergence := _diverged(evidence, key, histories)) is not None:
+            found.append(divergence)
+    return found
 
 
 def culprits(found: Sequence[Divergence]) -> tuple[int, ...]:
@@ -75,30 +78,35 @@ def culprits(found: Sequence[Divergence]) -> tuple[int, ...]:
     return tuple(frozenset.intersection(*voters))
 
 
-def _may_differ(evidence: Evidence, key: str) -> bool:
-    """Whether windows must be compared: equal digests of one number mean equal operations up to it."""
-    last = set[tuple[int, int]]()
+def _histories(evidence: Evidence, key: str) -> list[list[int]]:
+    """Put members together that have issued the same: digests of one number are equal. Splits are in no
+    digest, so that each member with splits is on its own."""
+    found = defaultdict[tuple[int, int, int], list[int]](list)
     for rank in evidence.groups[key].members:
         report = evidence.reports.get(rank)
         progress = None if report is None else report.progress
-        if progress is not None and key in progress.recent.digests:
-            last.add((progress.issued.get(key, 0), progress.recent.digests[key]))
-            if progress.recent.has_splits(key):
-                return True
-    return len(last) > 1
+        if progress is not None and (digest := progress.recent.digests.get(key)) is not None:
+            alone = rank if progress.recent.has_splits(key) else -1
+            found[progress.issued.get(key, 0), digest, alone].append(rank)
+    return [*found.values()]
 
 
-def _diverged(evidence: Evidence, key: str) -> Divergence | None:
+def _diverged(evidence: Evidence, key: str, histories: Iterable[Sequence[int]]) -> Divergence | None:
     group, shown = evidence.groups[key], defaultdict[int, dict[int, IssuedOp]](dict)
-    for rank in group.members:
-        report = evidence.reports.get(rank)
-        for each in () if report is None or report.progress is None else report.progress.recent.of(key):
-            shown[each.number][rank] = each
+    for ranks in histories:
+        # Those of one history show the same operations, however many they are.
+        progresses = (evidence.reports[rank].progress for rank in ranks[:_READ])
+        windows = [progress.recent.of(key) for progress in progresses if progress is not None]
+        for number, each in {each.number: each for window in windows for each in window}.items():
+            shown[number] |= dict.fromkeys(ranks, each)
     numbers = [number for number in sorted(shown) if len(shown[number]) > 1]
     differing = [number for number in numbers if len({each.digest for each in shown[number].values()}) > 1]
     if not differing:
         splits = (_misfit(evidence, group, shown[number]) for number in numbers)
         return next((divergence for divergence in splits if divergence is not None), None)
+    for number in {*differing, *(number - 1 for number in differing)}:
+        theirs = shown.get(number, {})
+        shown[number] = {rank: theirs[rank] for rank in group.members if rank in theirs}
     majority = (number for number in differing if _vote(group, _digests(shown[number])).outliers)
     most_shown = max(differing, key=lambda number: (len(shown[number]), -number))
     number = next(majority, most_shown)
@@ -115,7 +123,7 @@ def _digests(shown: Mapping[int, IssuedOp]) -> dict[int, int]:
 
 
 def _vote(group: CommGroup, values: Mapping[int, Hashable]) -> Verdict:
-    """Compare what members show. A majority is one of all members: those that have not come yet may join any."""
+    """Compare what members show. A majority is one of all members: who has not come yet may join any."""
     evidence = tuple(values.values())
     (majority, count), *others = Counter(evidence).most_common()
     if not others:
@@ -131,10 +139,15 @@ def _divergence(
 ) -> Divergence:
     number = next(iter(shown.values())).number
     texts = tuple(each.text for each in shown.values())
-    is_old = compared == "digest" or all(
-        evidence.issued(rank, group.key) > number for rank in evidence.answered(group.key)
-    )
+    is_old = compared == "digest" or all(_is_past(evidence, rank, group.key, number) for rank in shown)
     return Divergence(group, number, compared, tuple(shown), texts, verdict, is_old)
+
+
+def _is_past(evidence: Evidence, rank: int, group: str, number: int) -> bool:
+    """Whether the rank has finished an operation: it has issued more since, and not all of it in this step.
+    Within a step, operations are issued before earlier ones have finished."""
+    progress, since = evidence.reports[rank].progress, evidence.issued(rank, group) - number
+    return since > 0 and (progress is None or since >= progress.operation)
 
 
 def _agreed_before(number: int, shown: Mapping[int, Mapping[int, IssuedOp]]) -> bool:

@@ -116,11 +116,12 @@ class _Case:
         self.gone = {rank for rank, each in observed.reports.items() if each.gone_seconds is not None}
         """Ranks whose trainers ended early."""
         self._moves = any(each.moving for each in observed.reports.values())
+        self._ends_soon = any(each.near_timeout for each in observed.reports.values())
 
     def timed_out(self) -> list[Incident]:
         """Return who was waited for, if trainers ended because they had waited too long."""
         waited = {rank for rank in self.gone if _waited_too_long(self._reports[rank])}
-        if not waited:
+        if not waited or self._killed_elsewhere():
             return []
         case = _Case(
             replace(self._round, reports={rank: self._before(rank, waited) for rank in self._reports})
@@ -131,6 +132,17 @@ class _Case:
         trainers = f"the trainer{'s' if len(self.gone) > 1 else ''} of {named(sorted(self.gone))}"
         consequence = in_sentences(f"{trainers} ended after waiting for too long")
         return [replace(each, sentence=f"{each.sentence} {consequence}") for each in found]
+
+    def _killed_elsewhere(self) -> bool:
+        """Whether a trainer was killed that waited for nobody: others may have failed because of that."""
+        return any(self._reports[rank].how == "killed" and not self._waited(rank) for rank in self.gone)
+
+    def _waited(self, rank: int) -> bool:
+        """Whether a trainer ended in an operation that other members had not entered."""
+        if (place := self.evidence.last[rank]) is None:
+            return False
+        members = self.evidence.groups[place[0]].members
+        return any(self.evidence.came_to(each, place[0]) < place[1] for each in members)
 
     def _before(self, rank: int, waited: Collection[int]) -> RankReport:
         """Return the report of ``rank`` as it would have been before those that had ``waited`` were ended."""
@@ -157,7 +169,10 @@ class _Case:
 
     def completed(self, incident: Incident) -> Incident:
         """Return the incident without a name if too few answered, with what was seen beside."""
-        if incident.action is Action.REPLACE and 2 * len(self._reports) < len(self._mesh):
+        is_of_absent = incident.action is Action.REPLACE or not self.evidence.unheard.isdisjoint(
+            incident.ranks
+        )
+        if is_of_absent and 2 * len(self._reports) < len(self._mesh):
             sentence = sentences.cut_off(len(self._reports), len(self._mesh))
             incident = self._undecided(
                 incident, Scope.JOB, tuple(range(len(self._mesh))), Action.INSPECT, sentence
@@ -193,7 +208,9 @@ class _Case:
         # The library may end a process because of what another one did, even if that one has moved on.
         found = set(evidence.halted).union(rank for rank in self.graph.sources if rank in reports)
         found.update(
-            rank for rank, each in reports.items() if each.progress is not None and each.progress.entered
+            rank
+            for rank, each in reports.items()
+            if each.progress is not None and each.progress.entered and each.progress.device_busy is not False
         )
         if any(
             each.waiting or (each.waiting is None and evidence.last[rank]) for rank, each in reports.items()
@@ -204,11 +221,14 @@ class _Case:
     # Trainers that ended.
 
     def _ended(self) -> list[Incident]:
-        lost = sorted(rank for rank in self.graph.sources if rank in self.evidence.lost)
-        if lost:  # trainers elsewhere ended inside operations of theirs
-            return [self._lost(lost)]
         first = self._first_gone()
-        if group := self._left_by_absent(first):
+        # A launcher may ask trainers to end because of others that are not heard of.
+        are_asked = len(self.gone) > 1 and all(self._reports[rank].how == "asked" for rank in first)
+        lost = self.evidence.lost if are_asked else self.evidence.lost.intersection(self.graph.sources)
+        if lost:  # trainers elsewhere ended inside operations of theirs, or were asked to
+            return [self._lost(sorted(lost))]
+        others = self.evidence.unheard if are_asked else frozenset[int]()
+        if group := (self.gone | others) if others else self._left_by_absent(first):
             unheard = sorted(self.evidence.unheard & group)
             doubt = sentences.absent(unheard, self._round.absent, may_be_first=True)
             incident = self._crash(first)
@@ -221,24 +241,31 @@ class _Case:
     def _first_gone(self) -> list[int]:
         """Return the trainers that ended first: causes decide, and clocks only where causes do not."""
         reports, last = self._reports, self.evidence.last
-        found = {rank for rank in self.gone if not self.graph.waits(rank)} or set(self.gone)
+        seconds = {rank: reports[rank].gone_seconds or 0.0 for rank in self.gone}
+        failed = {rank for rank in self.gone if reports[rank].how != "asked"}
+        # A launcher asks the rest of a job to end once a trainer has failed.
+        since = max((seconds[rank] for rank in failed), default=0.0)
+        gone = failed | {rank for rank in self.gone if seconds[rank] >= since}
+        found = {rank for rank in gone if not self.graph.waits(rank)} or gone
         killed = {rank for rank in found if reports[rank].how == "killed"}
         left = {self.evidence.groups[place[0]] for rank in killed if (place := last[rank]) is not None}
-        # Who lost a killed peer in the middle of an operation failed because of it.
+        # Who ended in the middle of an operation, and had lost a killed peer there or missed somebody, failed
+        # because of it.
         found -= {
             rank
             for rank in found - killed
-            if (place := last[rank]) is not None
+            if killed
+            and (place := last[rank]) is not None
             and (
-                self.evidence.groups[place[0]] in left
+                self._waited(rank)
+                or self.evidence.groups[place[0]] in left
                 or not killed.isdisjoint(self.evidence.groups[place[0]].members)
             )
         }
-        seconds = {rank: reports[rank].gone_seconds or 0.0 for rank in found}
-        earliest = max(seconds.values())
+        found = {rank for rank in found if rank in killed or (rank in failed and last[rank] is None)} or found
+        earliest = max(seconds[rank] for rank in found)
         together = {rank for rank in found if seconds[rank] >= earliest - _TOGETHER_SECONDS}
-        unasked = {rank for rank in together if reports[rank].how != "asked"}
-        return sorted(together & killed or unasked or together)
+        return sorted(together & killed or together & failed or together)
 
     def _left_by_absent(self, gone: Sequence[int]) -> set[int]:
         """Return the members of the operations in which these trainers ended, if absent ranks may have caused
@@ -351,7 +378,7 @@ class _Case:
     def _is_excused(self, ranks: Iterable[int]) -> bool:
         """Whether all of ``ranks`` move or are within their allowance, and nobody is about to be ended."""
         reports = [self._reports.get(rank) for rank in ranks]
-        if any(each.near_timeout for each in self._reports.values()):
+        if self._ends_soon:
             return all(each is not None and each.moving for each in reports)
         return all(each is not None and (each.excused or each.moving) for each in reports)
 
@@ -365,8 +392,8 @@ class _Case:
         for cycle in self.graph.cycles:
             inside, knot = self.graph.inside(cycle), self.graph.knot(cycle)
             vote = proof.of_cycle(self.evidence, inside, None)
-            if not vote.ranks and knot is not None:
-                vote = proof.of_cycle(self.evidence, inside, knot)
+            if len(vote.ranks) != 1:  # of several that differ from the rest, some wait for the others
+                vote = proof.undecided(vote) if knot is None else proof.of_cycle(self.evidence, inside, knot)
             cycles.append(inside)
             votes.append(vote)
             guilty.append(vote.ranks)

@@ -20,11 +20,11 @@ _EVERYTHING = 1 << 62
 
 # [Note: Absence]
 #
-# A rank of a *lost* machine has issued nothing that others still wait for. Any other rank that does not answer
-# is merely *unheard*: it must not be blamed for a hang that another rank explains, so it is assumed to have
-# issued everything. If nothing else explains a wait, either the rank is the cause, or its report was lost and
-# an operation has stalled that it has entered. Both look the same to all other ranks, so the group is reported
-# with the rank that is absent, and nobody is named.
+# A rank of a *lost* machine has issued nothing that others still wait for. Any other rank that does not
+# answer is merely *unheard*: it must not be blamed for a hang that another rank explains, so it is assumed to
+# have issued everything. If nothing else explains a wait, either the rank is the cause, or its report was
+# lost and an operation has stalled that it has entered. Both look the same to all other ranks, so the group
+# is reported with the rank that is absent, and nobody is named.
 
 
 class Evidence:
@@ -78,6 +78,13 @@ class Evidence:
             return -1
         progress = self.reports[rank].progress
         return 0 if progress is None else progress.issued.get(group, 0)
+
+    def came_to(self, rank: int, group: str) -> int:
+        """Return how many operations of a group ``rank`` has entered, on its device if it has one, counting
+        the one in which it may have died."""
+        issued, report = self.issued(rank, group), self.reports.get(rank)
+        progress = None if report is None else report.progress
+        return issued if progress is None else min(issued, progress.entered.get(group, issued))
 
     def reached(self, rank: int, group: str) -> int:
         """Return how many operations of a group a member has entered or, as far as is known, will enter."""
@@ -133,9 +140,10 @@ class Evidence:
 # operation that misses members. A stack in a wait does not show which of the posted operations it waits for,
 # so every one that misses members becomes an edge.
 #
-# A rank that only posted operations and went on is not blocked. If a stack shows it working, it has no edges.
-# Without a stack we cannot tell. Such a rank passes blame on (its posted operations are edges) but is not itself
-# a victim, and a cycle through it is no deadlock. An example is a stage that posts a receive early and sleeps.
+# A rank that only posted operations and went on is not blocked. If a stack shows it working, it has no
+# edges. Without a stack we cannot tell. Such a rank passes blame on (its posted operations are edges) but is
+# not itself a victim, and a cycle through it is no deadlock. An example is a stage that posts a receive early
+# and sleeps.
 #
 # Where a device enters the operations (NCCL), the host issues them and runs ahead until it blocks in a call
 # that no stack explains. There the progress of the device decides, whatever the host is doing: a rank waits
@@ -151,8 +159,8 @@ class Evidence:
 #
 # A rank whose stack is in a wait, and whose operations all members have entered, is in a stalled operation.
 # Without a stack, or if another posted operation misses members, only the other members show it: all that
-# answered are at the same operation. Where devices enter operations, devices are compared: all of them reached
-# that operation last, and all have work left.
+# answered are at the same operation. Where devices enter operations, devices are compared: all of them
+# reached that operation last, and all have work left.
 
 
 class _Wait:
@@ -280,25 +288,20 @@ class WaitGraph:
         if is_dead:
             self._wait(rank, [last] if last is not None and evidence.is_open(last) else [], is_dead=True)
             return
-        places: list[Place] = []
         at_last = report.waiting is None and last is not None and evidence.is_open(last)
-        if last is not None and at_last:
-            places.append(last)
-        is_certain = at_last or report.waiting is True
-        for group, number in progress.issued.items():
-            if group not in evidence.groups:
-                continue
-            if group in progress.entered:
-                number = min(number, progress.entered[group])
-            elif at_last or report.waiting is False:
-                continue
-            if number > evidence.reached_by_all(group):
-                is_certain |= group in progress.entered
-                places.append((group, number))
-        if last in places:
-            places.remove(last)
-            places.insert(0, last)
-        if self._wait(rank, places) and is_certain:
+        posted = progress.issued.items()
+        on_device = [
+            (group, min(number, progress.entered[group]))
+            for group, number in posted
+            if group in progress.entered and progress.device_busy is not False  # else it has finished them
+        ]
+        on_host = [(group, number) for group, number in posted if group not in progress.entered]
+        if at_last or report.waiting is False:  # it has passed what it posted before
+            on_host = [last] if last is not None and at_last else []
+        open_there = [each for each in on_device if evidence.known(each) and evidence.is_open(each)]
+        places = open_there + [each for each in on_host if evidence.known(each) and evidence.is_open(each)]
+        places.sort(key=lambda each: each != last)
+        if self._wait(rank, places) and (at_last or report.waiting is True or open_there):
             self.blocked.add(rank)
 
     def _wait(self, rank: int, places: Iterable[Place], *, is_dead: bool = False) -> bool:
@@ -322,7 +325,7 @@ class WaitGraph:
         members = evidence.groups[group].members
         if is_dead:  # see [Note: Deaths]
             missing = [
-                each for each in members if each in evidence.dead and evidence.issued(each, group) < number
+                each for each in members if each in evidence.dead and evidence.came_to(each, group) < number
             ]
         else:
             missing = [each for each in members if evidence.reached(each, group) < number]
@@ -383,7 +386,7 @@ class WaitGraph:
         only what leads to no such rank is searched for others."""
         reached = self._followed()
         free = {rank for rank in reached if rank not in self._waits}
-        explained, operations = self._backwards(free)
+        _, operations = self._backwards(free)
         sources = set(free)
         rest = [each for each in self._reached if each not in operations]
         for component in _components(rest, self._after):
@@ -443,7 +446,9 @@ _Node = int | _Wait
 """A rank, or an operation that ranks wait in."""
 
 
-def _components(starts: Iterable[_Node], after: Callable[[_Node], Iterable[_Node]]) -> Iterator[set[_Node]]:
+def _components(  # noqa: C901
+    starts: Iterable[_Node], after: Callable[[_Node], Iterable[_Node]]
+) -> Iterator[set[_Node]]:
     """Yield the strongly connected components reachable from ``starts`` (Tarjan, without recursion)."""
     index: dict[_Node, int] = {}
     lowest: dict[_Node, int] = {}

@@ -6,11 +6,11 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from torchscout.decision.consensus import Status, Verdict, exact
+from torchscout.decision.consensus import exact
 from torchscout.decision.divergence import Divergence
 from torchscout.decision.hang_graph import Evidence
 from torchscout.decision.progress import IssuedOp, Process, RankReport
-from torchscout.decision.types import EvidenceRecord, Manifestation, Surface
+from torchscout.decision.types import EvidenceRecord, Manifestation, Status, Surface, Verdict
 from torchscout.mesh import Mesh
 
 __all__ = [

@@ -17,8 +17,8 @@ from typing import Any, Literal
 __all__ = ["CommGroup", "How", "IssuedOp", "Phase", "Process", "Progress", "RankReport", "Window"]
 
 How = Literal["killed", "failed", "asked", "unknown"]
-"""How a trainer ended early: by SIGKILL, by an error or another signal, by a request such as SIGTERM, or nobody
-knows, because another process has already taken its exit status."""
+"""How a trainer ended early: by SIGKILL, by an error or another signal, by a request such as SIGTERM, or
+nobody knows, because another process has already taken its exit status."""
 
 
 class Phase(str, Enum):
@@ -172,10 +172,13 @@ class Progress:
     def inside(self) -> tuple[str, int] | None:
         """Group and number of the operation that the rank seems to be in: the last one that its busy device
         has reached or, on the host, the last one that it published."""
-        if self.entered and self.device_busy:
+        newest = self.recent.newest
+        is_behind = newest is not None and newest[1] > self.entered.get(newest[0], newest[1])
+        if self.entered and (self.device_busy or (self.device_busy is None and is_behind)):
             return self.recent.last_entered(self.entered)
-        newest = self.recent.newest if self.at_communication else None
-        return None if newest is None or newest[0] in self.entered else newest
+        if newest is None or not self.at_communication or newest[0] in self.entered:
+            return None
+        return newest
 
     def to_json(self) -> dict[str, Any]:
         """Return the progress as JSON."""
@@ -245,7 +248,7 @@ class RankReport:
         """How its process ended, in words."""
         status = self.wait_status
         if self.how is None or (status is None and self.how == "unknown"):
-            return "has ended, it is not known how"
+            return "has ended in an unknown way"
         if status is None:
             return "failed" if self.how == "failed" else "was terminated"
         if number := status & 0x7F:

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from fnmatch import fnmatchcase
 
-from torchscout.decision.consensus import Status, Verdict, exact, known
-from torchscout.decision.types import EvidenceRecord, Surface
+from torchscout.decision.consensus import exact, known
+from torchscout.decision.types import EvidenceRecord, Status, Surface, Verdict
 from torchscout.utils.text import named
 
 __all__ = [

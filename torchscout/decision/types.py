@@ -1,53 +1,46 @@
 """Comparisons and conclusions as plain data and as JSON (paper, sections 5 and 9).
 
-An ``EvidenceRecord`` is one comparison with its context, an ``Incident`` a conclusion with the records that
-prove it, ``Resolved`` the end of an incident, and ``Agreements`` the number of comparisons without a finding.
-``Started`` and ``Trust`` are the history of the job. The recorder adds the time.
+A ``Verdict`` is what peers conclude from one comparison, an ``EvidenceRecord`` adds its context, and an
+``Incident`` is a conclusion with the records that prove it. What writes them to files adds the time.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Any, TypeVar
+from functools import cache, partial
+from typing import Any, ClassVar, get_args, get_origin, get_type_hints
 
-from torchscout.decision.consensus import Status, Verdict
 from torchscout.utils.text import listed
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
-
 __all__ = [
+    "NOT_CHECKED",
     "SCHEMA",
     "Action",
-    "Agreement",
-    "Agreements",
     "Decision",
     "EvidenceRecord",
     "Failure",
     "Incident",
-    "LeftOut",
     "Manifestation",
     "Recordable",
     "Resolved",
     "Scope",
-    "Started",
+    "Status",
     "Surface",
-    "Trust",
+    "Verdict",
     "from_json",
+    "headline",
     "surfaces_in_words",
 ]
 
 SCHEMA = 1
 """Version of the JSON form; readers reject other versions."""
-
 Surface = str
 """The name of one compared thing: ``layer.3/output``, ``optimizer/param``, ``time/module``."""
-
 NOT_CHECKED = "not_checked"
-
-_Kind = TypeVar("_Kind")
+"""The status of a record without a verdict."""
 
 
 class Manifestation(str, Enum):
@@ -61,6 +54,16 @@ class Manifestation(str, Enum):
     """A trainer has ended before it had finished; others may have failed because of it."""
     NOT_CHECKED = "not_checked"
     """SCOUT itself has failed for good, so that wrong numbers and slow ranks are no longer found."""
+
+    @property
+    def in_words(self) -> str:
+        words = {"sdc": "wrong numbers", "straggler": "slow", "not_checked": "not checked"}
+        return words.get(self.value, self.value)
+
+    @property
+    def stops_job(self) -> bool:
+        """Whether the job makes no progress from then on: ranks wait for others, or have ended."""
+        return self in (Manifestation.HANG, Manifestation.CRASH)
 
 
 class Scope(str, Enum):
@@ -103,10 +106,51 @@ class Failure(str, Enum):
     """A crash, an exception, a preemption."""
 
 
+class Status(str, Enum):
+    AGREE = "agree"
+    """The evidence satisfies the rule."""
+    ATTRIBUTED = "attributed"
+    """The rule names one or more outliers."""
+    INCONCLUSIVE = "inconclusive"
+    """Peers disagree, and no majority decides which are right."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The conclusion of the peers: R = (s, B, E) in the paper."""
+
+    status: Status
+    outliers: tuple[int, ...]
+    """Positions in the peer group, ascending; empty unless attributed."""
+    evidence: Sequence[Hashable]
+    """What each peer reported, in peer order."""
+
+    @property
+    def bitmap(self) -> tuple[int, ...]:
+        """One bit per peer, 1 for an outlier."""
+        marked = set(self.outliers)
+        return tuple(int(position in marked) for position in range(len(self.evidence)))
+
+    @property
+    def agrees(self) -> bool:
+        return self.status is Status.AGREE
+
+
+class Recordable:
+    """What a line of a file may be: a data class of its ``kind``."""
+
+    __slots__ = ()
+    kind: ClassVar[str]
+
+    def to_json(self) -> dict[str, Any]:
+        return {"kind": self.kind, **_fields_of(self)}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EvidenceRecord:
+class EvidenceRecord(Recordable):
     """One comparison among peers, or the reason why there was none."""
 
+    kind: ClassVar[str] = "evidence"
     step: int
     surface: Surface
     manifestation: Manifestation
@@ -122,7 +166,7 @@ class EvidenceRecord:
     shape: tuple[int, ...] | None = None
     """The size of what was replayed, such as the shape of a layer's input."""
     progress: Mapping[str, Any] | None = None
-    """The progress of one rank, for a hang."""
+    """The progress of one rank, for a hang or a crash."""
     fingerprints: tuple[str, ...] = ()
     """The last collectives of that rank, oldest first."""
     stall_seconds: float | None = None
@@ -130,10 +174,8 @@ class EvidenceRecord:
     def __post_init__(self) -> None:
         if (self.verdict is None) == (self.reason is None):
             raise ValueError(f"{self.surface}: a record needs either a verdict or a reason why it has none")
-        if self.verdict is not None and len(self.verdict.evidence) != len(self.peers):
-            raise ValueError(
-                f"{self.surface}: {len(self.verdict.evidence)} pieces of evidence for {len(self.peers)} peers"
-            )
+        if self.verdict is not None and (count := len(self.verdict.evidence)) != len(self.peers):
+            raise ValueError(f"{self.surface}: {count} pieces of evidence for {len(self.peers)} peers")
 
     @property
     def status(self) -> str:
@@ -153,23 +195,19 @@ class EvidenceRecord:
         return Scope.RANK if self.verdict.status is Status.ATTRIBUTED else Scope.PEER_GROUP
 
     def to_json(self) -> dict[str, Any]:
+        """The verdict is in three keys. The last three are an incident's: all lines have the same."""
         verdict = self.verdict
         return {
-            "kind": "evidence",
-            "step": self.step,
-            "manifestation": self.manifestation.value,
-            "scope": self.scope and self.scope.value,
-            "ranks": list(self.ranks),
-            "hosts": [],
-            "surface": self.surface,
+            "kind": self.kind,
+            **_fields_of(self, leaving_out="verdict"),
+            "scope": _plain(self.scope),
+            "ranks": [*self.ranks],
             "status": self.status,
-            "reason": self.reason,
-            "peers": list(self.peers),
-            "bitmap": list(verdict.bitmap) if verdict else [],
-            "evidence": [_encode(value) for value in verdict.evidence] if verdict else [],
+            "bitmap": [] if verdict is None else [*verdict.bitmap],
+            "evidence": [] if verdict is None else [*map(_encode, verdict.evidence)],
+            "hosts": [],
             "action": None,
             "sentence": None,
-            **{name: _plain(getattr(self, name)) for name in _CONTEXT},
         }
 
 
@@ -183,25 +221,23 @@ def surfaces_in_words(records: Iterable[EvidenceRecord]) -> str:
     return f"{listed(surfaces)} (of {listed(layers)})" if layers else listed(surfaces)
 
 
-_CONTEXT = ("layer", "mode", "shape", "progress", "fingerprints", "stall_seconds")
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Incident:
+class Incident(Recordable):
     """A conclusion that a person or a recovery policy can act on."""
 
+    kind: ClassVar[str] = "incident"
+    step: int
     manifestation: Manifestation
     scope: Scope
-    step: int
     ranks: tuple[int, ...]
     """The ranks that are named; for the scope of a group, all its members."""
     hosts: tuple[str, ...]
     """The distinct machines of those ranks; empty if the mesh does not know them."""
-    records: tuple[EvidenceRecord, ...]
-    """The proof, the deciding record first."""
     action: Action
     sentence: str
     """The conclusion in full sentences."""
+    records: tuple[EvidenceRecord, ...]
+    """The proof, the deciding record first."""
     slowdown: float | None = None
     """How many times as long a step takes because of a slow rank or machine; None if it is not known."""
 
@@ -221,26 +257,22 @@ class Incident:
         return self.reporter if 0 in self.ranks else 0
 
     def to_json(self) -> dict[str, Any]:
-        deciding = self.records[0].to_json()
-        return {
-            "kind": "incident",
-            "step": self.step,
-            "manifestation": self.manifestation.value,
-            "scope": self.scope.value,
-            "ranks": list(self.ranks),
-            "hosts": list(self.hosts),
-            **{name: deciding[name] for name in ("surface", "status", "peers", "bitmap")},
-            "action": self.action.value,
-            "sentence": self.sentence,
-            "slowdown": self.slowdown,
-            "records": [record.to_json() for record in self.records],
-        }
+        found = Recordable.to_json(self)
+        deciding = found["records"][0]
+        return found | {name: deciding[name] for name in ("surface", "status", "peers", "bitmap")}
+
+
+def headline(incident: Incident) -> str:
+    """Return one line that says what has happened, for logs and messages."""
+    sentence = " ".join(incident.sentence.split())
+    return f"incident ({incident.manifestation.value}) at step {incident.step}: {sentence}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Resolved:
+class Resolved(Recordable):
     """The named ranks of an incident move again, or the job went back to an earlier state."""
 
+    kind: ClassVar[str] = "resolved"
     step: int
     """The step of the incident."""
     ranks: tuple[int, ...]
@@ -252,14 +284,12 @@ class Resolved:
     recovered: int | None = None
     """The step that the job went back to; None if the ranks just moved."""
 
-    def to_json(self) -> dict[str, Any]:
-        return {"kind": "resolved", **asdict(self), "ranks": list(self.ranks)}
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Decision:
+class Decision(Recordable):
     """What the recovery policy decided about one incident."""
 
+    kind: ClassVar[str] = "decision"
     step: int
     """The step of the incident."""
     action: Action
@@ -279,151 +309,77 @@ class Decision:
     is_carried_out: bool = False
     """False in a dry run."""
 
-    def to_json(self) -> dict[str, Any]:
-        names = {each: getattr(self, each).value for each in ("action", "failure", "scope")}
-        lists = {name: [*getattr(self, name)] for name in ("ranks", "hosts", "devices")}
-        return {"kind": "decision", **asdict(self), **names, **lists}
+
+def _fields_of(item: Any, leaving_out: str = "") -> dict[str, Any]:
+    names = (each.name for each in fields(item) if each.name != leaving_out)
+    return {name: _plain(getattr(item, name)) for name in names}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Agreement:
-    """How often one surface was compared without a finding."""
-
-    surface: Surface
-    manifestation: Manifestation
-    layer: str | None
-    mode: str | None
-    count: int
-    first: int
-    """The step of the first comparison."""
-    last: int
-
-    def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "manifestation": self.manifestation.value}
+def _plain(value: Any) -> Any:
+    if value is None or type(value) in (int, float, str):  # most values are, in a large job
+        return value
+    if isinstance(value, tuple):
+        return [*map(_plain, value)]
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, Recordable):
+        return value.to_json()
+    return _fields_of(value) if is_dataclass(value) else value
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Agreements:
-    """The comparisons of some peers without a finding since the last such line, instead of their records."""
+def from_json(line: Mapping[str, Any], *kinds: type[Recordable]) -> Recordable:
+    """Read what ``to_json`` returned, of these kinds or, by default, of those in this file.
 
-    peers: tuple[int, ...]
-    surfaces: tuple[Agreement, ...]
-
-    @property
-    def step(self) -> int:
-        """The step of the last comparison."""
-        return max((each.last for each in self.surfaces), default=0)
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "kind": "agreements",
-            "step": self.step,
-            "peers": list(self.peers),
-            "surfaces": [each.to_json() for each in self.surfaces],
-        }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Started:
-    """A session was attached, or has loaded a checkpoint."""
-
-    step: int
-    """The step that training continues from."""
-    sentence: str
-
-    def to_json(self) -> dict[str, Any]:
-        return {"kind": "started", **asdict(self)}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Trust:
-    """The steps of the generations that the checkpoint gate has after a check; None where there is none."""
-
-    step: int
-    """The step of the check."""
-    latest: int | None
-    candidate: int | None
-    verified: int | None
-    poisoned: int | None
-    """The step whose check found corruption, until the job has recovered."""
-
-    def to_json(self) -> dict[str, Any]:
-        return {"kind": "trust", **asdict(self)}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LeftOut:
-    """Older lines that were not kept."""
-
-    count: int
-
-    def to_json(self) -> dict[str, Any]:
-        return {"kind": "left_out", **asdict(self)}
-
-
-Recordable = EvidenceRecord | Incident | Resolved | Decision | Agreements | Started | Trust | LeftOut
-
-
-def from_json(line: Mapping[str, Any]) -> Recordable:
-    """Read what ``to_json`` returned; raises ``ValueError`` for anything else."""
-    readers: dict[str, Callable[[Mapping[str, Any]], Recordable]] = {
-        "evidence": _record_from_json,
-        "incident": _incident_from_json,
-        "resolved": lambda line: _from_fields(Resolved, line, recovered=line.get("recovered")),
-        "decision": _decision_from_json,
-        "agreements": _agreements_from_json,
-        "started": lambda line: _from_fields(Started, line),
-        "trust": lambda line: _from_fields(Trust, line),
-        "left_out": lambda line: _from_fields(LeftOut, line),
+    Fields that are not known are ignored. Raises ``ValueError`` for anything else.
+    """
+    known: dict[str, Any] = {
+        each.kind: each for each in kinds or (EvidenceRecord, Incident, Resolved, Decision)
     }
     kind = str(line.get("kind"))
-    if kind not in readers:
-        raise ValueError(f"unknown kind {kind!r}")
+    if kind not in known:
+        raise ValueError(f"unknown kind {kind!r:.40}")
     try:
-        return readers[kind](line)
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"not a whole {kind} line: {error!r}") from error
+        found: Recordable = _reader(known[kind])(line)
+    except (ArithmeticError, LookupError, TypeError) as error:
+        raise ValueError(f"not a whole {kind} line: {error!r:.200}") from error
+    return found
 
 
-def _record_from_json(line: Mapping[str, Any]) -> EvidenceRecord:
-    verdict = None
-    if line["status"] != NOT_CHECKED:
-        outliers = tuple(position for position, bit in enumerate(line["bitmap"]) if bit)
-        verdict = Verdict(
-            Status(line["status"]), outliers, tuple(_decode(value) for value in line["evidence"])
-        )
-    manifestation = Manifestation(line["manifestation"])
-    return _from_fields(EvidenceRecord, line, verdict=verdict, manifestation=manifestation)
+@cache
+def _reader(kind: Any) -> Callable[[Any], Any]:
+    """Return what reads JSON as a value of this type, or raises ``ValueError``."""
+    arguments = get_args(kind)
+    if type(None) in arguments:
+        read = _reader(arguments[0])
+        return lambda value: None if value is None else read(value)
+    if get_origin(kind) is tuple:
+        read = _reader(arguments[0])
+        return lambda values: tuple(map(read, _checked(list, values)))
+    if isinstance(kind, type) and is_dataclass(kind):
+        types = get_type_hints(kind)
+        return partial(_object, kind, {each: _reader(types[each.name]) for each in fields(kind)})
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        return kind
+    return partial(_checked, dict if get_origin(kind) is Mapping else kind)
 
 
-def _incident_from_json(line: Mapping[str, Any]) -> Incident:
-    return _from_fields(
-        Incident,
-        line,
-        manifestation=Manifestation(line["manifestation"]),
-        scope=Scope(line["scope"]),
-        records=tuple(_record_from_json(record) for record in line["records"]),
-        action=Action(line["action"]),
-    )
+def _object(kind: type, readers: Mapping[Field[Any], Callable[[Any], Any]], line: Any) -> Any:
+    """Read a data class. A field that has a default may be missing."""
+    line = _checked(dict, line)
+    needed = [each for each in readers if each.name in line or each.default is MISSING]
+    found = {each.name: readers[each](line[each.name]) for each in needed}
+    if kind is EvidenceRecord and line["status"] != NOT_CHECKED:
+        marked = enumerate(zip(line["bitmap"], line["evidence"], strict=True))
+        outliers = tuple(position for position, (bit, _) in marked if bit)
+        found["verdict"] = Verdict(Status(line["status"]), outliers, tuple(map(_decode, line["evidence"])))
+    return kind(**found)
 
 
-def _decision_from_json(line: Mapping[str, Any]) -> Decision:
-    enums = {"action": Action(line["action"]), "failure": Failure(line["failure"])}
-    return _from_fields(Decision, line, **enums, scope=Scope(line["scope"]))
-
-
-def _agreements_from_json(line: Mapping[str, Any]) -> Agreements:
-    surfaces = tuple(
-        _from_fields(Agreement, each, manifestation=Manifestation(each["manifestation"]))
-        for each in line["surfaces"]
-    )
-    return _from_fields(Agreements, line, surfaces=surfaces)
-
-
-def _from_fields(kind: type[_Kind], line: Mapping[str, Any], **converted: Any) -> _Kind:
-    """Build a dataclass from the JSON of its fields, except for those that the caller has converted."""
-    names = [each.name for each in fields(kind) if each.name not in converted]  # type: ignore[arg-type]
-    return kind(**{name: _frozen(line[name]) for name in names}, **converted)
+def _checked(kind: type, value: Any) -> Any:
+    is_right = type(value) is kind or (kind is float and type(value) is int)
+    if not is_right or (kind in (int, float) and not abs(value) < 1 << 53):
+        raise ValueError(f"not what a recorder writes: {value!r:.80}")
+    return value
 
 
 def _encode(value: Any) -> float | str:
@@ -443,11 +399,3 @@ def _decode(value: float | str) -> float | int:
         raise ValueError(f"not a time or a signature: {value!r:.80}")
     unsigned = int(value, 16)
     return unsigned - (1 << 64) if unsigned >> 63 else unsigned
-
-
-def _plain(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value
-
-
-def _frozen(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value

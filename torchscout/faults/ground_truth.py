@@ -7,7 +7,6 @@ A module counts as the layer that replay calls; for a part of a layer, a plan mu
 
 from __future__ import annotations
 
-import signal
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -17,7 +16,7 @@ from itertools import pairwise
 from torchscout.decision.straggler.groups import scope_of
 from torchscout.decision.straggler.localization import Group, localize, undecided
 from torchscout.decision.types import Incident, Manifestation, Scope, Surface
-from torchscout.faults.effects import CallEffect, Signal, Skip, StayInside, Swap
+from torchscout.faults.effects import CallEffect, Skip, StayInside, Swap
 from torchscout.faults.fault import BACKWARD, Fault, FaultSite, Shown, SiteKind
 from torchscout.mesh import AXES, Axis, LayerKind, Mesh, PeerGroup
 from torchscout.replay.recipes.owned_state import OWNED_STATE
@@ -29,6 +28,8 @@ def surface_of(fault: Fault, mesh: Mesh) -> Surface:
     """The surface on which a fault shows first, as in an incident; ``*`` is known only at run time."""
     if fault.shown.surface is not None:
         return fault.shown.surface
+    if fault.manifestation is Manifestation.CRASH:
+        return "process"
     if fault.manifestation is Manifestation.HANG:
         return _surface_of_hang(fault)
     if fault.manifestation is Manifestation.STRAGGLER:
@@ -37,8 +38,6 @@ def surface_of(fault: Fault, mesh: Mesh) -> Surface:
 
 
 def _surface_of_hang(fault: Fault) -> Surface:
-    if fault.effect == Signal(signal.SIGKILL):
-        return "process|issued/*|entered/*"  # found missing before or after others wait for it
     if fault.place.kind is not SiteKind.COLLECTIVE:
         return "issued/*|entered/*"  # the latter on devices
     group = fault.place.slot if fault.place.slot not in ("", "undefined") else "*"
@@ -146,6 +145,8 @@ def _finding_key(fault: Fault, mesh: Mesh) -> Hashable:
 def _found(faults: Sequence[Fault], mesh: Mesh) -> list[GroundTruth]:
     if faults[0].manifestation is Manifestation.SDC:
         return [_wrong(faults, mesh)]
+    if faults[0].manifestation is Manifestation.CRASH:
+        return [_ended(faults, mesh)]
     if faults[0].manifestation is Manifestation.HANG:
         return [_late(faults, mesh)]
     return _slow_groups(faults, mesh) if faults[0].place.kind is SiteKind.COLLECTIVE else _slow(faults, mesh)
@@ -158,9 +159,21 @@ def _wrong(faults: Sequence[Fault], mesh: Mesh) -> GroundTruth:
     if 2 * len(ranks) >= len(peers) and surface != OWNED_STATE:
         scope, ranks = Scope.PEER_GROUP, peers
     else:
-        hosts = {mesh.host_of(rank) for rank in ranks}
-        scope = Scope.MACHINE if len(ranks) > 1 and len(hosts) == 1 and None not in hosts else Scope.RANK
+        scope = _scope(ranks, mesh)
     return GroundTruth(first.manifestation, ranks, scope, surface, first.steps)
+
+
+def _scope(ranks: Sequence[int], mesh: Mesh) -> Scope:
+    """Several ranks of one machine point to the machine."""
+    hosts = {mesh.host_of(rank) for rank in ranks}
+    return Scope.MACHINE if len(ranks) > 1 and len(hosts) == 1 and None not in hosts else Scope.RANK
+
+
+def _ended(faults: Sequence[Fault], mesh: Mesh) -> GroundTruth:
+    """Observers see that processes have ended; it needs no vote."""
+    ranks, first = _ranks(faults), faults[0]
+    scope = Scope.JOB if 1 < len(ranks) == len(mesh) else _scope(ranks, mesh)
+    return GroundTruth(first.manifestation, ranks, scope, surface_of(first, mesh), first.steps)
 
 
 def _late(faults: Sequence[Fault], mesh: Mesh) -> GroundTruth:

@@ -60,7 +60,8 @@ __all__ = [
     "tensor_at",
 ]
 
-_SDC, _STRAGGLER, _HANG = Manifestation.SDC, Manifestation.STRAGGLER, Manifestation.HANG
+_SDC, _STRAGGLER = Manifestation.SDC, Manifestation.STRAGGLER
+_HANG, _CRASH = Manifestation.HANG, Manifestation.CRASH
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,8 +218,9 @@ class FaultPlan:
         return self.signal(rank=rank, step=step, number=signal.SIGKILL, at=at)
 
     def signal(self, *, rank: int, step: Steps, number: signal.Signals, at: str = "step") -> FaultPlan:
-        """Send this process a signal: SIGKILL, SIGSTOP, ..."""
-        return self._add(rank, at, step, Signal(number), _HANG)
+        """Send this process a signal that stops it (SIGSTOP) or ends it (SIGKILL, SIGSEGV, ...)."""
+        manifestation = _HANG if number is signal.SIGSTOP else _CRASH
+        return self._add(rank, at, step, Signal(number), manifestation)
 
     def change_collective(
         self, *, rank: int, at: str, axis: str, step: Steps, what: str, calls: range | None = FIRST
@@ -337,6 +339,7 @@ def _check_surface(fault: Fault) -> None:
         fits = {
             Manifestation.STRAGGLER: surface.startswith("time/"),
             Manifestation.HANG: surface.startswith(_HANGS),
+            Manifestation.CRASH: surface == "process",
             Manifestation.SDC: "/" in surface and not surface.startswith(("time/", *_HANGS)),
         }[fault.manifestation]
         if not fits:
@@ -345,7 +348,7 @@ def _check_surface(fault: Fault) -> None:
 
 def _check_visibility(fault: Fault, mesh: Mesh) -> None:
     surface_of(fault, mesh)
-    is_causal = fault.manifestation is Manifestation.HANG or fault.place.kind is SiteKind.COLLECTIVE
+    is_causal = fault.manifestation.stops_job or fault.place.kind is SiteKind.COLLECTIVE
     if not is_causal and not peers_of(fault, mesh).can_compare:
         raise ValueError(
             f"{_described(fault)}: rank {fault.rank} has no peer to be compared with in this mesh"

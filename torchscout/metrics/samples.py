@@ -6,8 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-from torchscout.decision.consensus import Status
-from torchscout.decision.types import NOT_CHECKED, Manifestation, Scope
+from torchscout.decision.types import NOT_CHECKED, Manifestation, Scope, Status
 
 __all__ = ["METRICS", "Metric", "Sample", "samples"]
 

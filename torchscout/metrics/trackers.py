@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any, Protocol
 
-from torchscout.decision.types import Incident, Recordable
+from torchscout.decision.types import Incident, Recordable, headline
 
 __all__ = ["TensorBoardRecorder", "WandbRecorder"]
 
@@ -54,7 +54,7 @@ class TensorBoardRecorder:
         """Write the sentence of an incident as text, and how many there are of its kind as a scalar."""
         if (counted := self._counts.add(item)) is not None and isinstance(item, Incident):
             # TensorBoard renders Markdown; indented text is shown as it is.
-            self._writer.add_text("torchscout/incident", f"    {_one_line(item)}", item.step)
+            self._writer.add_text("torchscout/incident", f"    {headline(item)}", item.step)
             self._writer.add_scalar(*counted, item.step)
             self._writer.flush()
 
@@ -73,10 +73,6 @@ class WandbRecorder:
         if (counted := self._counts.add(item)) is not None and isinstance(item, Incident):
             name, count = counted
             self._run.log({name: count}, commit=False)
-            self._run.summary.update({name: count, "torchscout/last_incident": _one_line(item)})
+            self._run.summary.update({name: count, "torchscout/last_incident": headline(item)})
 
     def close(self) -> None: ...
-
-
-def _one_line(incident: Incident) -> str:
-    return f"step {incident.step}: {' '.join(incident.sentence.split())}"

@@ -24,8 +24,8 @@ _SHOWN = 16
 def open_operations() -> dict[str, Any] | None:
     """Return the first open operations as a few kilobytes of plain JSON; None without a recorder."""
     dumps = [dump for recorder in _RECORDERS if (dump := _dump(recorder)) is not None]
-    if not any(dump.entries or dump.enqueued for dump in dumps):
-        return None  # nothing was ever recorded
+    if not dumps:
+        return None
     waiting = [
         entry
         for dump in dumps
@@ -36,10 +36,12 @@ def open_operations() -> dict[str, Any] | None:
 
 
 def _dump(recorder: Callable[..., bytes | str] | None) -> Dump | None:
+    """Return a dump of the operations that are open; None if nothing was ever recorded."""
     if recorder is None:
         return None
     try:
-        return read_dump(0, json.loads(recorder(includeCollectives=True, onlyActive=True)))
+        document = json.loads(recorder(includeCollectives=True, onlyActive=True))
+        return read_dump(0, document) if document.get("entries") or document.get("pg_status") else None
     except (RuntimeError, TypeError, ValueError) as error:
         log.warning("cannot read the Flight Recorder: %s", error)
         return None
@@ -47,8 +49,8 @@ def _dump(recorder: Callable[..., bytes | str] | None) -> Dump | None:
 
 def _shown(entry: Entry) -> dict[str, Any]:
     return {
-        "group": entry.description or entry.group,
-        "number": entry.transfer if entry.is_transfer else entry.collective,
+        "group": entry.group[1] or entry.group[0],
+        "number": entry.sequence,
         "operation": entry.text,
         "state": entry.state.value,
         "created": entry.created,

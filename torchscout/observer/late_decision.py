@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from torchscout.decision.policy import decide, is_allowed
 from torchscout.decision.records.recorder import IncidentLog, record_one
-from torchscout.decision.types import Decision, Incident, Manifestation, Resolved
+from torchscout.decision.types import Decision, Incident, Resolved
 from torchscout.errors import RestartPlanError
 from torchscout.run.restart import RestartPlan, is_same, start_command, write_plans
 
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
 __all__ = ["LateDecision"]
 
-_OWN = (Manifestation.HANG, Manifestation.CRASH)
-"""What observers decide about; trainers decide about the rest, which ends none of them."""
 
 
 class LateDecision:
@@ -45,7 +43,7 @@ class LateDecision:
     def must_end(self, item: Recordable) -> bool:
         """Take an item of news, and return whether the trainer has to end because of it."""
         config = self._spec.recovery
-        if config is None or not isinstance(item, Incident) or item.manifestation not in _OWN:
+        if config is None or not isinstance(item, Incident) or not item.manifestation.stops_job:
             return False
         restarts, seconds = self._spec.plan.restarts, time.monotonic() - self._spec.began
         # Whether there is a verified checkpoint matters for wrong numbers only.

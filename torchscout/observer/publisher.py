@@ -170,7 +170,7 @@ class Publisher:
             self._device.record(track, number)
         return line, number
 
-    def refused(self, call: Call, token: tuple[int, int] | None) -> None:
+    def refused(self, token: tuple[int, int] | None) -> None:
         """Take back what was published: the library has raised, and no peer will wait for it."""
         if token is not None:
             self._writer.take_back(*token)

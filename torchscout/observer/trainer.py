@@ -72,7 +72,7 @@ class SurveySchedule:
     def is_due(self, durations: Durations, step_seconds: Sequence[float], now: float) -> bool:
         """Return whether to announce a survey now; called at every poll."""
         self._note_arrivals(durations, now)
-        if not step_seconds:
+        if not any(step_seconds):  # the first step counts as 0
             return False
         remarkable = [
             phase
@@ -114,7 +114,7 @@ class SurveySchedule:
     def _period(self, phase: Phase, step_seconds: Sequence[float]) -> float:
         """Return how often the phase occurs: a checkpoint is longer than a step in any healthy job."""
         if phase is Phase.INPUT:
-            return statistics.median(step_seconds)
+            return statistics.median(filter(None, step_seconds))
         arrivals = self._arrivals[phase]
         if len(arrivals) < SAMPLES[phase]:
             return math.inf  # they were not watched for long enough
@@ -252,7 +252,7 @@ class TrainerView:
         """Return what to report in a round, except the stacks."""
         has_ended, seen_at = self.ending is not None, now if self._gone_since is None else self._gone_since
         progress = self._read()
-        # Whoever has finished is not gone, which means failed to a diagnosis: nothing is wrong unless a peer waits.
+        # To a diagnosis, gone means failed; nothing is wrong with a trainer that has finished.
         has_finished = self.ending is Ending.FINISHED
         running = Process.RUNNING if has_finished else self.reader.trainer()
         return RankReport(

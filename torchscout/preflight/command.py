@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from torchscout.decision.types import Manifestation
 from torchscout.errors import ScoutError
 from torchscout.preflight.page import page
 from torchscout.preflight.report import Conclusion, Coverage, Report
@@ -122,9 +121,7 @@ def join(device: torch.device, seconds: float) -> None:
 
 def leave(options: Options, report: Report) -> None:
     """After a hang: deliver the report from ranks that can still do so, and end this process."""
-    hung = [
-        rank for each in report.incidents if each.manifestation is Manifestation.HANG for rank in each.ranks
-    ]
+    hung = [rank for each in report.incidents if each.manifestation.stops_job for rank in each.ranks]
     if len(hung) >= len(report.devices):
         hung = []
     if not deliver(report, options, hung):

@@ -8,13 +8,13 @@ from typing import Any
 
 from rich.table import Table
 
+from torchscout.decision.types import Manifestation
 from torchscout.report.page import tables_markup, tables_page
 from torchscout.utils.tables import stacked, table
 from torchscout.utils.text import counted, listed
 
 __all__ = ["html_page", "page"]
 
-_WORDS = {"sdc": "wrong results", "straggler": "slow", "hang": "silent"}
 _FOUND_NOTHING = "nothing found"
 _MOST_REASONS = 5
 
@@ -71,7 +71,7 @@ def _machines(report: Mapping[str, Any]) -> Iterator[list[str]]:
     for incident in report["incidents"]:
         doubt = "" if incident["named"] else "?"
         for rank in incident["ranks"]:
-            faults.setdefault(rank, []).append(_WORDS[incident["manifestation"]] + doubt)
+            faults.setdefault(rank, []).append(Manifestation(incident["manifestation"]).in_words + doubt)
     by_host: dict[str, list[Mapping[str, Any]]] = {}
     for device in report["devices"]:
         by_host.setdefault(device["host"], []).append(device)

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from enum import Enum
 from typing import Any
 
-from torchscout.decision.types import Incident, Manifestation, Scope
+from torchscout.decision.types import Incident, Scope
 from torchscout.utils.text import listed, sentences
 
 __all__ = ["SCHEMA", "Conclusion", "Coverage", "Device", "Report", "conclude"]
@@ -118,16 +118,17 @@ def conclude(
 ) -> tuple[Conclusion, tuple[str, ...]]:
     """Return the conclusion, and why nothing could be decided otherwise.
 
-    ``problems`` are those of the preflight itself. A hang ends it, so that its coverage does not matter.
+    ``problems`` are those of the preflight itself. A hang or a crash ends it, so that its coverage does not
+    matter.
     """
     if any(names_somebody(each, size) for each in incidents):
         return Conclusion.FAULTY, ()
     reasons = [*problems]
     if incidents:
         reasons.append("the findings do not show which rank, machine or link is at fault")
-    is_hung = any(each.manifestation is Manifestation.HANG for each in incidents)
+    has_stopped = any(each.manifestation.stops_job for each in incidents)
     missing = [name for name, cycles in coverage.layers.items() if cycles < LEAST_CYCLES]
-    if missing and not is_hung and not problems:
+    if missing and not has_stopped and not problems:
         reasons.append(
             f"the time was too short to repeat {listed(missing)} {LEAST_CYCLES} times; give more --seconds"
         )

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from torchscout.attach import enable_resiliency
 from torchscout.config import ObserverConfig, ReplayConfig
-from torchscout.decision.types import Incident, Manifestation
+from torchscout.decision.types import Incident
 from torchscout.mesh import Mesh
 from torchscout.preflight.groups import Links
 from torchscout.preflight.report import Coverage, Device, Report, conclude
@@ -110,7 +110,7 @@ class Preflight:
 
     def _noticed(self, incident: Incident) -> None:
         self._incidents.setdefault((incident.manifestation, incident.scope, incident.ranks), incident)
-        if incident.manifestation is Manifestation.HANG:
+        if incident.manifestation.stops_job:
             self._abandon([])
 
     def _expire(self, limit: float) -> None:

@@ -10,7 +10,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from torchscout.decision.types import Agreements, EvidenceRecord, Manifestation
+from torchscout.decision.records.recorder import Agreements
+from torchscout.decision.types import EvidenceRecord, Manifestation
 
 __all__ = ["Compared", "Comparisons", "NotChecked", "Round", "Series", "Target"]
 

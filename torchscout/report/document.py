@@ -31,7 +31,7 @@ _ACTIONS = {
     Action.CONTINUE: "Continue.",
     Action.RESTART: "Restart the job in place.",
     Action.INSPECT: "Inspect the hardware.",
-    Action.PREFLIGHT: "Check the machines before they train again.",
+    Action.PREFLIGHT: "Restart the job, and check the machines of the named ranks before they train.",
     Action.REPLACE: "Replace the machine.",
     Action.STOP: "Stop the job.",
 }

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,20 +12,15 @@ from torchscout.decision.records.recorder import (
     HISTORY_FILE,
     INCIDENTS_FILE,
     RECORDS_FOLDER,
+    Agreements,
     IncidentLog,
     Problem,
     Stamped,
-    read,
-)
-from torchscout.decision.types import (
-    Agreements,
-    Decision,
-    EvidenceRecord,
-    Incident,
-    Resolved,
     Started,
     Trust,
+    read,
 )
+from torchscout.decision.types import Decision, EvidenceRecord, Incident, Resolved
 from torchscout.observer.record.directory import End, RankEntry, read_ends, read_roster_entries
 from torchscout.report.comparisons import Comparisons
 
@@ -84,52 +79,14 @@ class Run:
             self.unlisted += 1
 
 
-def _is_int(value: Any) -> bool:
-    return type(value) is int and abs(value) < 1 << 53
+def _are_possible(*ranks: int) -> bool:
+    """Whether a job may have these ranks: what is shown grows with the largest one."""
+    return all(0 <= rank < _MOST_RANKS for rank in ranks)
 
 
-def _is_number(value: Any) -> bool:
-    return _is_int(value) or (isinstance(value, float) and math.isfinite(value))
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
-def _are_ranks(value: Any) -> bool:
-    return isinstance(value, tuple) and all(type(each) is int and 0 <= each < _MOST_RANKS for each in value)
-
-
-def _are_texts(value: Any) -> bool:
-    return isinstance(value, tuple) and all(map(_is_text, value))
-
-
-_VALID: dict[str, Callable[[Any], bool]] = {
-    "int": _is_int,
-    "float": _is_number,
-    "bool": lambda value: isinstance(value, bool),
-    "str": _is_text,
-    "Surface": _is_text,
-    "tuple[int, ...]": _are_ranks,
-    "tuple[str, ...]": _are_texts,
-    "tuple[EvidenceRecord, ...]": lambda value: all(implausible(each) is None for each in value),
-    "tuple[Agreement, ...]": lambda value: all(implausible(each) is None for each in value),
-}
-"""What values of fields with these annotations must be: a foreign line may have anything there."""
-
-
-def implausible(item: Any) -> str | None:
-    """Return the name of a field whose value no recorder writes; None if there is none."""
-    for each in fields(item):
-        kind, value = str(each.type), getattr(item, each.name)
-        if value is None and kind.endswith(" | None"):
-            continue
-        is_valid = _VALID.get(kind.removesuffix(" | None"))
-        if each.name == "size" and not 0 <= value < _MOST_RANKS:
-            return each.name
-        if is_valid is not None and not is_valid(value):
-            return each.name
-    return None
+def _is_possible(item: Any) -> bool:
+    several = [item, *getattr(item, "records", ())]
+    return all(_are_possible(*getattr(each, name, ())) for each in several for name in ("ranks", "peers"))
 
 
 def is_run(run_dir: Path) -> bool:
@@ -186,13 +143,13 @@ def read_ranks(run_dir: Path) -> Run:
         for entry in read_roster_entries(run_dir):
             if isinstance(entry, ValueError):
                 run.note(entry)
-            elif implausible(entry) is not None or not 0 <= entry.rank < _MOST_RANKS:
+            elif not _are_possible(entry.rank, entry.size, *entry.address):
                 run.note(f"rank {entry.rank} of {entry.size}: this entry of the roster is left out")
             else:
                 run.entries.append(entry)
         records = {entry.rank: entry.record for entry in run.entries}
         ends = read_ends(run_dir).values()
-        run.ends = [end for end in ends if records.get(end.rank) == end.record and implausible(end) is None]
+        run.ends = [end for end in ends if records.get(end.rank) == end.record]
     except OSError as error:
         run.note(error)
     run.entries.sort(key=lambda entry: entry.rank)
@@ -238,8 +195,8 @@ def _lines(run: Run, path: Path) -> Iterator[Stamped]:
         for line in read(path):
             if isinstance(line, Problem):
                 run.note(line)
-            elif (wrong := "time" if not math.isfinite(line.time) else implausible(line.item)) is not None:
-                run.note(f"{path}: {wrong} is not what a recorder writes; the line is left out")
+            elif not (math.isfinite(line.time) and _is_possible(line.item)):
+                run.note(f"{path}: the time or a rank is not what a recorder writes; the line is left out")
             else:
                 yield line
     except FileNotFoundError:

@@ -7,6 +7,7 @@ from typing import Any
 
 from rich.table import Table
 
+from torchscout.decision.types import Manifestation
 from torchscout.utils.tables import stacked, table
 from torchscout.utils.text import listed, visible
 
@@ -14,7 +15,6 @@ __all__ = ["status_screen", "watch_screen"]
 
 _COLUMNS = ("rank", "host", "pid", "state", "step", "phase", "silent_seconds", "inside")
 _HEADS = {"silent_seconds": "silent s"}
-_WORDS = {"sdc": "wrong numbers", "straggler": "slow", "hang": "hang", "not_checked": "not checked"}
 _MOST_LAYERS = 200
 
 
@@ -73,7 +73,7 @@ def _incidents(incidents: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     yield _heading("Incidents", f"{still} open, {len(incidents) - still} over" if incidents else "none")
     for each in sorted(incidents, key=lambda each: (each["state"] != "open", -each["id"])):
         done = "" if not each["is_decided"] else " (done)" if each["is_carried_out"] else " (not carried out)"
-        yield f"  {_WORDS.get(each['manifestation'], each['manifestation'])}, {_incident(each)}"
+        yield f"  {Manifestation(each['manifestation']).in_words}, {_incident(each)}"
         yield f"    where: {'; '.join(each['where']) or 'no rank is named'}"
         yield f"    what to do: {each['todo']}{done}"
 
@@ -114,7 +114,7 @@ def _coverage(document: Mapping[str, Any]) -> Iterator[Table | str]:
         cells = (
             [
                 row["name"],
-                _WORDS.get(row["manifestation"], row["manifestation"]),
+                Manifestation(row["manifestation"]).in_words,
                 str(row["count"]),
                 str(row["findings"]),
                 str(row["first"]) if row["first"] == row["last"] else f"{row['first']}-{row['last']}",

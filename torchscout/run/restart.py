@@ -176,11 +176,9 @@ def _restart(document: Any) -> Decision:
     decision = from_json(document) if isinstance(document, dict) else None
     if not isinstance(decision, Decision) or decision.action not in (*RESTARTS, Action.STOP):
         raise ValueError(f"not a decision to restart: {document!r:.80}")
-    for number in (decision.step, *decision.ranks):
-        if type(number) is not int or number < 0:
-            raise ValueError(f"not a step or a rank: {number!r:.80}")
-    if type(decision.seconds) not in (int, float) or decision.seconds < 0:
-        raise ValueError(f"not a time: {decision.seconds!r:.80}")
+    for number in (decision.step, decision.seconds, *decision.ranks):
+        if number < 0:
+            raise ValueError(f"not a step, a time or a rank: {number}")
     for text in (decision.sentence, *decision.hosts, *decision.devices):
         _text(text)
     return decision

@@ -6,8 +6,7 @@ import logging
 
 from torchscout.communicators import Job
 from torchscout.config import CheckpointConfig, ObserverConfig, ReplayConfig
-from torchscout.decision.records.recorder import record_one
-from torchscout.decision.types import Started
+from torchscout.decision.records.recorder import Started, record_one
 from torchscout.log import log
 from torchscout.session.session import Parts
 

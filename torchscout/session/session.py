@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 from torchscout.decision.progress import Phase
-from torchscout.decision.records.recorder import IncidentLog, record_one
-from torchscout.decision.types import Failure, Incident, Started
+from torchscout.decision.records.recorder import IncidentLog, Started, record_one
+from torchscout.decision.types import Failure, Incident
 from torchscout.errors import UnavailableError
 from torchscout.log import log
 from torchscout.observer.monitor import HangMonitor

@@ -28,10 +28,10 @@ from torchscout.checkpoint.trust.gate import CheckpointGate, transition
 from torchscout.checkpoint.trust.gate_state import Event as GateEvent
 from torchscout.checkpoint.trust.gate_state import Outcome, Realigned, Recovered
 from torchscout.checkpoint.trust.generation import Generation, TrustLevel
-from torchscout.decision.consensus import Verdict, exact, statistical
+from torchscout.decision.consensus import exact, statistical
 from torchscout.decision.repeatability import NONDETERMINISTIC, REFUSED, UNDECIDED
 from torchscout.decision.sdc import FAILED
-from torchscout.decision.types import EvidenceRecord, Incident, Manifestation
+from torchscout.decision.types import EvidenceRecord, Incident, Manifestation, Verdict
 from torchscout.errors import CheckpointError
 from torchscout.session.checkpoints.promotion import CheckCoverage, PromotionRule
 

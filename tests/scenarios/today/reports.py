@@ -28,8 +28,7 @@ from tests.support.preflight_jobs import TINY
 from torchscout.cli.main import app
 from torchscout.config import StragglerConfig
 from torchscout.decision.consensus import exact, statistical
-from torchscout.decision.records.recorder import JsonlRecorder, record_one
-from torchscout.decision.records.summary import SummaryRecorder
+from torchscout.decision.records.recorder import JsonlRecorder, SummaryRecorder, record_one
 from torchscout.decision.types import (
     Action,
     EvidenceRecord,

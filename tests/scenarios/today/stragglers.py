@@ -9,6 +9,10 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from torchscout.observer.rounds.diagnosis import compare_phases
+from torchscout.observer.rounds.rank_report import RankReport
+from torchscout.observer.rounds.reports import Reports
+
 from tests.scenarios.rows import Finding
 from tests.support.ranks import run_ranks
 from tests.support.replayed_job import checked_training
@@ -21,9 +25,6 @@ from torchscout.decision.straggler.timings import Timings
 from torchscout.decision.types import Action, Incident, Manifestation
 from torchscout.faults.plan import FaultPlan
 from torchscout.mesh import Mesh, MeshAddress
-from torchscout.observer.rounds.diagnosis import compare_phases
-from torchscout.observer.rounds.rank_report import RankReport
-from torchscout.observer.rounds.reports import Reports
 
 if TYPE_CHECKING:
     from tests.scenarios.test_stragglers import Job, Layout, Phases, RealJob, Recorded, Times

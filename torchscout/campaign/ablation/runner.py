@@ -27,7 +27,7 @@ from torchscout.campaign.cells.observed import observe, run_concurrently
 from torchscout.campaign.cells.warm import WARMUP, Slot, WarmRankResult, run_warm
 from torchscout.campaign.results import Result
 from torchscout.config import StragglerConfig
-from torchscout.decision.progress import RankStatus
+from torchscout.decision.progress import RankReport
 from torchscout.decision.records.recorder import Follower, IncidentLog
 from torchscout.decision.types import EvidenceRecord, Incident
 from torchscout.errors import TornRecordError
@@ -37,13 +37,13 @@ from torchscout.observer.record.reader import ProgressReader
 __all__ = ["judged_warm", "run_ablated_hangs"]
 
 
-def _statuses(run_dir: Path) -> list[RankStatus]:
+def _statuses(run_dir: Path) -> list[RankReport]:
     """The status of every rank that has a progress record."""
     found = []
     for entry in read_roster(run_dir):
         with suppress(FileNotFoundError, TornRecordError):
             reader = ProgressReader(Path(entry.record))
-            found.append(RankStatus(entry.rank, reader.trainer(), reader.read()))
+            found.append(RankReport(entry.rank, reader.trainer(), reader.read()))
     return found
 
 
@@ -92,7 +92,7 @@ class _Judge:
 
 
 def _hang(cell: Cell, run_dir: Path, stop: threading.Event) -> Result:
-    last: list[RankStatus] = []
+    last: list[RankReport] = []
     """The statuses of all ranks when they were last read together, before observers asked for stacks."""
 
     def look(whole: Path) -> None:

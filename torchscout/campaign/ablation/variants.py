@@ -15,7 +15,7 @@ from torchscout.campaign.results import Result, interval
 from torchscout.campaign.tables import printed
 from torchscout.config import StragglerConfig
 from torchscout.decision.consensus import exact, statistical
-from torchscout.decision.progress import RankStatus
+from torchscout.decision.progress import RankReport
 from torchscout.decision.records.recorder import Stamped
 from torchscout.decision.straggler.persistence import Times
 from torchscout.decision.straggler.ranks import COMPUTATION, RankStragglers
@@ -135,7 +135,7 @@ def first_to_differ(written: Mapping[int, Sequence[Stamped]]) -> set[Claim]:
     return {Claim(Manifestation.SDC, (min(moments)[1],))} if moments else set()
 
 
-def first_to_time_out(statuses: Iterable[RankStatus]) -> set[Claim]:
+def first_to_time_out(statuses: Iterable[RankReport]) -> set[Claim]:
     """Without a majority: the rank that has waited longest inside a collective times out first."""
     waiting = [
         each.progress for each in statuses if each.progress is not None and each.progress.at_communication
@@ -192,7 +192,7 @@ class RawStepTimes:
         return claims_of(self._diagnosis.observe([record]))
 
 
-def coordinate_vote(statuses: Sequence[RankStatus], mesh: Mesh) -> set[Claim]:
+def coordinate_vote(statuses: Sequence[RankReport], mesh: Mesh) -> set[Claim]:
     """Without the wait graph: ranks whose progress differs from the majority of their peers are blamed."""
     where = {each.rank: (-1, -1) if each.progress is None else each.progress.coordinate for each in statuses}
     behind: list[int] = []

@@ -8,7 +8,6 @@ posts that are read after a deadline, so that ranks that have not posted are abs
 from __future__ import annotations
 
 import datetime
-import json
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -29,8 +28,8 @@ from torchscout.campaign.cells.observed import (
 )
 from torchscout.campaign.cells.training import training_of
 from torchscout.collectives.interceptor import listen
-from torchscout.decision.hang.diagnosis import diagnose
-from torchscout.decision.progress import CommGroup, Process, RankStatus
+from torchscout.decision.hang import Round, diagnose
+from torchscout.decision.progress import CommGroup, Process, RankReport
 from torchscout.decision.records.recorder import JsonlRecorder
 from torchscout.faults.injector import Injector
 from torchscout.faults.plan import FaultPlan
@@ -38,6 +37,8 @@ from torchscout.mesh import Mesh
 from torchscout.observer.publisher import Publisher
 from torchscout.observer.record.reader import ProgressReader
 from torchscout.observer.record.writer import ProgressWriter
+from torchscout.observer.rounds.post import Post
+from torchscout.observer.rounds.post_writer import post_of
 from torchscout.observer.silence import SilenceDetector
 from torchscout.utils.identity import host_name
 
@@ -45,8 +46,7 @@ __all__ = ["train_gathering", "train_posting"]
 
 _DEADLINE_SECONDS = 1.0
 
-_Post = dict[str, Any]
-_Exchange = Callable[[_Post], Sequence[_Post]]
+_Exchange = Callable[[bytes], Sequence[bytes]]
 """Takes this rank's post and returns the posts of all ranks that answered; none if that failed."""
 
 
@@ -57,7 +57,7 @@ def train_gathering(
     timeout = datetime.timedelta(seconds=QUICK.round_deadline_seconds + 2.0)
     group = dist.new_group(timeout=timeout, group_desc="watchdog")
 
-    def exchange(post: _Post) -> Sequence[_Post]:
+    def exchange(post: bytes) -> Sequence[bytes]:
         posts: list[Any] = [None] * layout.ranks
         try:
             dist.all_gather_object(posts, post, group=group)
@@ -75,12 +75,12 @@ def train_posting(
     board = run_dir / "posts"
     board.mkdir(exist_ok=True)
 
-    def exchange(post: _Post) -> Sequence[_Post]:
+    def exchange(post: bytes) -> Sequence[bytes]:
         unfinished = board / f".{rank}"
-        unfinished.write_text(json.dumps(post))
-        unfinished.rename(board / f"{rank}.json")
+        unfinished.write_bytes(post)
+        unfinished.rename(board / f"{rank}.post")
         time.sleep(_DEADLINE_SECONDS)
-        return [json.loads(path.read_text()) for path in sorted(board.glob("*.json"))]
+        return [path.read_bytes() for path in sorted(board.glob("*.post"))]
 
     yield from _train(rank, requests, layout, faults, run_dir, exchange)
 
@@ -134,23 +134,18 @@ class _Watchdog(threading.Thread):
                 self._conclude(self._exchange(self._post()))
                 return
 
-    def _post(self) -> _Post:
-        status = RankStatus(self._reader.rank, Process.RUNNING, self._reader.read())
-        lines = [
-            [each.key, list(each.members), each.name, each.pair] for each in self._reader.lines().values()
-        ]
-        return {"status": status.to_json(), "lines": lines}
+    def _post(self) -> bytes:
+        groups = tuple(self._reader.groups().values())
+        return post_of(RankReport(self._reader.rank, Process.RUNNING, self._reader.read(), groups))
 
-    def _conclude(self, posts: Sequence[_Post]) -> None:
-        """Diagnose; the lowest rank that answered records the incident."""
-        statuses = [RankStatus.from_json(each["status"]) for each in posts]
-        if not statuses or min(each.rank for each in statuses) != self._reader.rank:
+    def _conclude(self, posts: Sequence[bytes]) -> None:
+        """Diagnose; the lowest rank that answered records the incident. There is no second round in which an
+        absence could be confirmed."""
+        groups: dict[bytes, CommGroup] = {}
+        found = [Post(each, len(self._mesh)).report(groups) for each in posts]
+        reports = {each.rank: each for each in found}
+        if not reports or min(reports) != self._reader.rank:
             return
-        lines = {
-            key: CommGroup(key, tuple(members), name, pair)
-            for each in posts
-            for key, members, name, pair in each["lines"]
-        }
-        incident = diagnose(statuses, lines, self._mesh)
-        if incident is not None:
+        absent = frozenset(range(len(self._mesh))) - reports.keys()
+        for incident in diagnose(Round(reports, self._mesh, confirmed=absent)).incidents:
             JsonlRecorder(self._run_dir, self._reader.rank).record(incident)

@@ -15,18 +15,27 @@ import time
 from collections import deque
 from collections.abc import Hashable
 from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, ClassVar
 
-from torchscout.decision.types import SCHEMA, LeftOut, Recordable
+from torchscout.decision.types import SCHEMA, Recordable
 from torchscout.utils.private_files import make_folders, open_file
 
-__all__ = ["MOST_BYTES", "LineFile", "line_of", "opened_files"]
+__all__ = ["MOST_BYTES", "LeftOut", "LineFile", "line_of", "opened_files"]
 
 _MOST_WAITING = 256
 """Lines that wait while the disk is full; older ones are dropped."""
 MOST_BYTES = 16 << 20
 """The size of a file. The line that fills it may exceed that."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeftOut(Recordable):
+    """Older lines that were not kept."""
+
+    kind: ClassVar[str] = "left_out"
+    count: int
 
 
 def line_of(item: Recordable) -> bytes:

@@ -1,32 +1,35 @@
 """Writes records to the run directory as JSON lines, and reads them back.
 
-All peers reach the same conclusions, so one of them writes an incident (``Incident.reporter``). Callers
-handle errors, which must not reach training.
+Besides what ``decision.types`` has, there is the history of the job (``Started``, ``Trust``), and comparisons
+without a finding, of which a healthy job makes many, are counted (``Agreements``). All peers reach the same
+conclusions, so one of them writes an incident (``Incident.reporter``). Callers handle errors, which must not
+reach training.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO, ClassVar, Protocol
 
-from torchscout.decision.records.line_files import MOST_BYTES, LineFile, line_of, opened_files
+from torchscout.config import StragglerConfig
+from torchscout.decision.records.line_files import MOST_BYTES, LeftOut, LineFile, line_of, opened_files
 from torchscout.decision.types import (
     SCHEMA,
-    Agreements,
     Decision,
     EvidenceRecord,
     Incident,
-    LeftOut,
+    Manifestation,
     Recordable,
     Resolved,
-    Started,
-    Trust,
+    Surface,
     from_json,
+    headline,
 )
 from torchscout.log import log
 
@@ -35,12 +38,17 @@ __all__ = [
     "INCIDENTS_FILE",
     "RECORDS_FOLDER",
     "REPLAY_FILE",
+    "Agreement",
+    "Agreements",
     "Follower",
     "IncidentLog",
     "JsonlRecorder",
     "Problem",
     "Recorder",
     "Stamped",
+    "Started",
+    "SummaryRecorder",
+    "Trust",
     "log_incident",
     "read",
     "record_one",
@@ -52,6 +60,67 @@ HISTORY_FILE = "history.jsonl"
 """In the run directory, by rank 0: starts of the job, and which checkpoints could be trusted when."""
 REPLAY_FILE = "replay.json"
 """In the run directory, by rank 0: whether checks are on or off. Written once they have failed."""
+
+_CHECKS = 100
+"""Counts are written after this many checks; at first sooner, so that a short job writes some."""
+_SECONDS = 600.0
+"""Counts are written after this time."""
+_MOST = 1000
+"""At most this many counts are kept, besides those of one check."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Agreement:
+    """How often one surface was compared without a finding."""
+
+    surface: Surface
+    manifestation: Manifestation
+    layer: str | None
+    mode: str | None
+    count: int
+    first: int
+    """The step of the first comparison."""
+    last: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Agreements(Recordable):
+    """The comparisons of some peers without a finding since the last such line, instead of their records."""
+
+    kind: ClassVar[str] = "agreements"
+    peers: tuple[int, ...]
+    surfaces: tuple[Agreement, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        step = max((each.last for each in self.surfaces), default=0)
+        return {**Recordable.to_json(self), "step": step}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Started(Recordable):
+    """A session was attached, or has loaded a checkpoint."""
+
+    kind: ClassVar[str] = "started"
+    step: int
+    """The step that training continues from."""
+    sentence: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trust(Recordable):
+    """The steps of the generations that the checkpoint gate has after a check; None where there is none."""
+
+    kind: ClassVar[str] = "trust"
+    step: int
+    """The step of the check."""
+    latest: int | None
+    candidate: int | None
+    verified: int | None
+    poisoned: int | None
+    """The step whose check found corruption, until the job has recovered."""
+
+
+_KINDS = (EvidenceRecord, Incident, Resolved, Decision, Agreements, Started, Trust, LeftOut)
 
 
 class Recorder(Protocol):
@@ -85,6 +154,73 @@ class JsonlRecorder:
             lines.close()
 
 
+class SummaryRecorder:
+    """Writes findings at once, and counts of all other comparisons from time to time.
+
+    A process that is killed loses the counts since then.
+    """
+
+    def __init__(
+        self, recorder: Recorder, config: StragglerConfig, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """``config`` decides which differences of times are findings."""
+        self._recorder, self._config, self._clock = recorder, config, clock
+        self._counts: dict[tuple[Any, ...], tuple[tuple[int, ...], Agreement]] = {}
+        """By what was compared among which peers; with the peers."""
+        self._step: int | None = None
+        self._checks, self._enough = 0, 1
+        self._since = clock()
+
+    def record(self, item: Recordable) -> None:
+        if not isinstance(item, EvidenceRecord) or _has_finding(item, self._config):
+            self._recorder.record(item)
+            return
+        complete = self._taken() if item.step != self._step and self._is_time() else []
+        self._checks += item.step != self._step
+        self._step = item.step
+        what = {name: getattr(item, name) for name in ("surface", "manifestation", "layer", "mode")}
+        key = (item.peers, *what.values())
+        _, known = self._counts.get(key, (None, Agreement(**what, count=0, first=item.step, last=item.step)))
+        self._counts[key] = item.peers, replace(known, count=known.count + 1, last=item.step)
+        self._write(complete)  # last: it may fail
+
+    def close(self) -> None:
+        try:
+            self._write(self._taken())
+        finally:
+            self._recorder.close()
+
+    def _is_time(self) -> bool:
+        """Called at the beginning of a check, so that lines contain whole checks."""
+        is_late = self._clock() - self._since >= _SECONDS
+        return self._checks >= self._enough or is_late or len(self._counts) >= _MOST
+
+    def _taken(self) -> list[Agreements]:
+        by_peers: dict[tuple[int, ...], list[Agreement]] = {}
+        for peers, each in self._counts.values():
+            by_peers.setdefault(peers, []).append(each)
+        self._counts, self._checks, self._since = {}, 0, self._clock()
+        self._enough = min(2 * self._enough, _CHECKS)
+        return [Agreements(peers=peers, surfaces=tuple(each)) for peers, each in by_peers.items()]
+
+    def _write(self, lines: list[Agreements]) -> None:
+        with ExitStack() as writes:  # writes all lines, even if one fails
+            for each in lines:
+                writes.callback(self._recorder.record, each)
+
+
+def _has_finding(record: EvidenceRecord, config: StragglerConfig) -> bool:
+    """Whether peers disagreed, or nothing was compared; times must differ materially."""
+    if record.verdict is None or record.verdict.agrees:
+        return record.verdict is None
+    if record.manifestation is not Manifestation.STRAGGLER:
+        return True
+    from torchscout.decision.straggler.persistence import Times  # not above: observers need no NumPy
+
+    times = Times.of(record)
+    return times is None or bool(times.slower(config))
+
+
 def record_one(run_dir: Path | str, rank: int, item: Recordable) -> None:
     """Write one item; raises ``OSError`` if that fails."""
     recorder = JsonlRecorder(run_dir, rank)
@@ -95,7 +231,7 @@ def record_one(run_dir: Path | str, rank: int, item: Recordable) -> None:
 def log_incident(item: Incident | Resolved) -> None:
     """Log an incident as an error, or its end as information."""
     if isinstance(item, Incident):
-        log.error("incident (%s) at step %d: %s", item.manifestation.value, item.step, item.sentence)
+        log.error("%s", headline(item))
     elif item.recovered is not None:
         log.info("recovered by going back to step %d: %s", item.recovered, item.sentence)
     else:
@@ -265,6 +401,6 @@ def _stamped(line: Any) -> Stamped:
     if line.get("schema") != SCHEMA:
         raise ValueError(f"schema {line.get('schema')!r}, this version reads {SCHEMA}")
     try:
-        return Stamped(from_json(line), float(line["time"]), float(line["monotonic"]))
+        return Stamped(from_json(line, *_KINDS), float(line["time"]), float(line["monotonic"]))
     except (ArithmeticError, AttributeError, LookupError, TypeError) as error:
         raise ValueError(f"not a whole {line.get('kind')!r:.40} line: {error!r:.200}") from error

@@ -65,8 +65,8 @@ class ProgressReader:
 
     @property
     def dropped(self) -> int:
-        """Number of declarations without room, and of errors that ended the publication of collectives; unless
-        it is 0, some communication may be missing here."""
+        """Number of groups without room, and of errors that ended the publication of collectives; unless it
+        is 0, some communication may be missing here."""
         return self._memory.words[layout.DROPPED]
 
     def trainer(self) -> Process:

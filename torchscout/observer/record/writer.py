@@ -141,7 +141,7 @@ class ProgressWriter:
             if index is not None:
                 return index
             if len(self._phrases) == _MAX_PHRASES or not self._memory.append(phrase_text(text)):
-                return self._drop() - fingerprint
+                return NOWHERE - fingerprint
             self._fingerprints.append(fingerprint)
             return self._phrases.setdefault(fingerprint, len(self._phrases))
 
@@ -180,9 +180,11 @@ class ProgressWriter:
         with self._lock:
             order = self._issued
             last = self._memory.operation(order)
-            if line == NOWHERE or last is None or (last.line, last.number) != (line, number):
-                if line != NOWHERE:  # another thread has published since
-                    self.misses_operations()
+            if line == NOWHERE:
+                return
+            is_last = last is not None and (last.line, last.number) == (line, number)
+            if not is_last or line not in self._before:  # another thread has published meanwhile
+                self.misses_operations()
                 return
             self._counts[line] = number - 1
             self._digests[line] = self._before.pop(line)

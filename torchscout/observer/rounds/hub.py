@@ -2,7 +2,8 @@
 
     observer -> hub    announce      my trainer is silent, or gone
     hub -> all         ask           report the status of your trainer
-    hub -> observer    accepted      to one that announces in a round for which it has reported
+    hub -> observer    accepted      to one that announces in a round for which it has reported, and to all
+                                     if another round is needed before there is an outcome
     all -> hub         report        or ``declined``: another hub has asked already
     hub -> still       show          all reports are in; send your trainer's stacks
     still -> hub       stack
@@ -14,8 +15,8 @@ by ``sample``. It collects no stacks and has no outcome, since the job goes on. 
 
 ``present`` needs no answer: it shows who is connected. ``leave`` is the last message of an observer, with its
 last report, and ``moved`` says that a rank that was named goes on. Between rounds nothing is sent. No round
-waits beyond its deadline. An absence counts once it is confirmed in a second round, which begins 3 s after the
-first: by then an observer that died has been started again.
+waits beyond its deadline. An absence counts once it is confirmed in a second round, which begins 3 s after
+the first: by then an observer that died has been started again.
 
 The standby is an equal hub that is only asked when the first one does not answer. Further hubs are elected
 when neither answers; see ``Election``. In a large job, messages travel through relays; see ``relay``.
@@ -436,15 +437,22 @@ class Hub:
         self._round = None
         gathered = self._gathered(finished, now)
         found = self._conclude(gathered)
+        everybody = set(range(self._size)) - self.left
         if found.needs_another_round:
-            self._confirm_at = now + CONFIRMING_SECONDS
+            if self._confirm_at is None:
+                self._confirm_at = now + CONFIRMING_SECONDS
+            # Without an outcome, the observers of trainers that have ended wait for the verdict.
+            seconds = CONFIRMING_SECONDS + self._round_seconds
+            self.routes.send(everybody, encode("accepted", seconds=seconds))
+            return
+        self._confirm_at = None
         for each in found.incidents:
             incident = self._reported.traced(each, gathered.reports)
             if incident is not None and self._reported.report(incident, gathered.reports):
                 self._publish(incident)
                 for rank in self.left.intersection(incident.ranks):
                     self._resolve_left(rank)
-        self.routes.send(set(range(self._size)) - self.left, self._outcome())
+        self.routes.send(everybody, self._outcome())
 
     def _gathered(self, finished: _Round, now: float) -> Gathered:
         """Return all reports, also the last ones of observers that have left: a trainer that fails is soon

@@ -197,6 +197,7 @@ class Post:
         ``groups`` are those of the posts that were read before, so that members are listed once for all.
         """
         flags, rest, known = self.header.flags, self.rest, {} if groups is None else groups
+        is_set: dict[str, Any] = {name: bool(flags & FLAGS[name]) for name in PLAIN}
         rows = [*self.rows()]
         theirs = [*self._groups(rows, known)]
         stalled, (how, status) = rest.get("stalled"), rest.get("ended", (None, None))
@@ -212,7 +213,7 @@ class Post:
             stalled=None if stalled is None else Progress.from_json(stalled),
             operations=rest.get("operations"),
             phase_seconds={Phase(name): each for name, each in rest.get("phase_seconds", {}).items()},
-            **{name: bool(flags & FLAGS[name]) for name in PLAIN},
+            **is_set,
         )
 
     def _groups(self, rows: Sequence[Row], known: dict[bytes, CommGroup]) -> Iterator[CommGroup]:

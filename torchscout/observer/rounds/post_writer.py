@@ -161,7 +161,7 @@ def _packed(
 
 
 def _rest_of(report: RankReport) -> bytes:
-    progress, rest = report.progress, {}
+    progress, rest = report.progress, dict[str, Any]()
     if report.stalled is not None:
         rest["stalled"] = report.stalled.to_json()
     if report.how is not None:

@@ -18,9 +18,9 @@ from typing import Any
 
 import zmq
 
+from torchscout.decision.progress import RankReport
 from torchscout.observer.rounds.post import KINDS, MISTAKES
 from torchscout.observer.rounds.post_writer import post_of
-from torchscout.decision.progress import RankReport
 from torchscout.utils.listener import Limits, Listener
 from torchscout.utils.network import Address, CurveSockets, read_json
 from torchscout.utils.network import encode as as_json

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from torchscout.decision.progress import Process, RankReport
-from torchscout.decision.types import Incident, Manifestation, Resolved, Scope
+from torchscout.decision.types import Incident, Manifestation, Resolved
 from torchscout.utils.packed_lists import pack, unpack
 from torchscout.utils.text import named, sentences
 
@@ -127,23 +127,20 @@ class ReportedIncidents:
 
     def report(self, incident: Incident, reports: Mapping[int, RankReport]) -> bool:
         """Note the incident; return whether it is new."""
-        # Launchers end what is left of a job with SIGKILL, but not a single trainer.
-        ended = {reports[rank].how for rank in incident.ranks if rank in reports}
-        is_kill = incident.manifestation is Manifestation.CRASH and ended == {"killed"}
-        is_kill &= incident.scope is not Scope.JOB
-        is_new = self.enter(Finding.of(incident, reports), is_cause=is_kill)
+        is_new = self.enter(Finding.of(incident, reports))
         if is_new:
             progresses = (each.progress for each in reports.values())
             silences = (each.silent_seconds for each in progresses if each is not None)
             self._last, self._open[-1].stalled_seconds = incident, max(silences, default=0.0)
         return is_new
 
-    def enter(self, finding: Finding, *, is_cause: bool = False) -> bool:
+    def enter(self, finding: Finding) -> bool:
         """Note the finding if it is new; return whether it is.
 
-        A trainer that ends after the job has stopped was ended because of that, unless it ``is_cause`` enough.
+        A trainer that ends while the job stands still was ended because of that: launchers kill what is left
+        of a job, one rank after the other.
         """
-        if self._open and finding.job_ended and (self._job_ended or not is_cause):
+        if self._open and finding.job_ended:
             self._job_ended = True
             return False
         if any(finding.says_the_same_as(each) for each in self.findings):

@@ -108,7 +108,7 @@ function longTable(heads, rows, label, first = 40) {
 }
 
 const WORDS = {
-  sdc: "wrong numbers", straggler: "slow", hang: "hang", not_checked: "not checked",
+  sdc: "wrong numbers", straggler: "slow", hang: "hang", crash: "crash", not_checked: "not checked",
   rank: "rank", machine: "machine", peer_group: "peer group", process_group: "process group", job: "job",
 };
 
@@ -120,12 +120,13 @@ function word(value) {
 const MARKS = {
   sdc: { letter: "C", text: "named: wrong numbers (corrupt)" },
   hang: { letter: "H", text: "named: holds up the job (hang)" },
+  crash: { letter: "X", text: "named: its process has ended (crash)" },
   straggler: { letter: "S", text: "named: slow" },
   not_checked: { letter: "N", text: "named: no longer checked" },
   group: { letter: "G", text: "member of a named group; no rank is named" },
   waits: { letter: "w", text: "waits for a named rank" },
 };
-const ORDER = ["sdc", "hang", "straggler", "not_checked", "group", "waits"];
+const ORDER = ["sdc", "crash", "hang", "straggler", "not_checked", "group", "waits"];
 
 function badge(mark) {
   return h("span", { class: "badge mark-" + mark, title: MARKS[mark].text }, MARKS[mark].letter);

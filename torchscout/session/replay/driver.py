@@ -18,8 +18,7 @@ from torchscout.communicators import Communicators, PeerCommunicator
 from torchscout.config import ReplayConfig
 from torchscout.decision.ownership import Ownership
 from torchscout.decision.policy import step_slowdown
-from torchscout.decision.records.recorder import Recorder
-from torchscout.decision.records.summary import SummaryRecorder
+from torchscout.decision.records.recorder import Recorder, SummaryRecorder
 from torchscout.decision.sdc import OpenIncidents, SdcDiagnosis
 from torchscout.decision.straggler.measured import Measured
 from torchscout.decision.types import EvidenceRecord, Incident, Manifestation, from_json

@@ -1,28 +1,33 @@
-"""``scout simulate``: random faults in a job of any size, decided by the product's own functions."""
+"""What is tried outside of the package: ``python -m evaluation --help``."""
 
 from __future__ import annotations
 
 import signal
 import sys
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
+from evaluation.simulate.layouts import SMALL, layout_of
+from evaluation.simulate.runner import Decided, report_of
 from torchscout.cli.console import AsJson, Output, print_report, refusing
 
-if TYPE_CHECKING:
-    from torchscout.simulate.runner import Decided
-
-__all__ = ["simulate"]
-
+app = typer.Typer(help=__doc__, no_args_is_help=True, add_completion=False)
 _EVERY = 100
 
 
+@app.callback()
+def main() -> None:
+    """What is tried outside of the package."""
+
+
+@app.command()
 def simulate(
     layout: Annotated[
         str,
         typer.Option(
-            help="llama3-405b, megascale, megatron-1t, megascale-moe, deepseek-v3, or TPxPPxDP[xEP]."
+            help="llama3-405b, megascale, megatron-1t, megascale-moe, deepseek-v3, TPxPPxDP[xEP], or small: "
+            "another job of 2 to 36 ranks for each scenario."
         ),
     ] = "llama3-405b",
     ranks: Annotated[
@@ -38,11 +43,10 @@ def simulate(
     A run that is interrupted or terminated reports the scenarios that it has decided until then.
     The exit status is 1 if wrong decisions are more frequent than 0.1%, or a healthy rank was named alone.
     """
-    from torchscout.simulate.layouts import layout_of
-    from torchscout.simulate.runner import report_of
-
     with refusing("--layout, --ranks"):
-        chosen = layout_of(layout, ranks)
+        if layout == SMALL and ranks is not None:
+            raise ValueError(f"{SMALL} draws the number of ranks for each scenario")
+        chosen = None if layout == SMALL else layout_of(layout, ranks)
 
     def show(decided: Decided) -> None:
         if decided.index % _EVERY == _EVERY - 1:
@@ -57,31 +61,22 @@ def simulate(
 
 def _screen(report: dict[str, Any]) -> str:
     lines = [
-        (
-            f"{report['layout']}: {report['ranks']:,} ranks ({report['degrees']}), "
-            f"{report['scenarios']:,} scenarios, seed {report['seed']}"
-            f"{' (interrupted)' if report['interrupted'] else ''}"
-        ),
+        f"{report['layout']}: {report['ranks']:,} ranks ({report['degrees']}), {report['scenarios']:,} scenarios, "
+        f"seed {report['seed']}{' (interrupted)' if report['interrupted'] else ''}",
         "",
     ]
     for outcome in ("right", "wrong", "inconclusive"):
-        low, high = report[f"{outcome}_interval"]
-        rate = report[f"{outcome}_rate"]
+        rate, (low, high) = report[f"{outcome}_rate"], report[f"{outcome}_interval"]
         lines.append(
             f"  {outcome:13} {100 * rate:7.2f}%   (95% interval {100 * low:.2f} to {100 * high:.2f}%)"
         )
-    seconds, sizes = report["seconds"], report["bytes"]
+    seconds = report["seconds"]
     lines += [
         "",
-        (
-            f"  healthy ranks named alone: {report['healthy_named_alone']}; "
-            f"healthy machines replaced: {report['healthy_replaced']}"
-        ),
-        f"  a round is decided in {seconds['median']:.3f} s (p99 {seconds['p99']:.3f} s) of processor time",
-        (
-            f"  memory {report['memory_bytes'] / 2**20:,.0f} MiB; "
-            f"{sizes['observer']:,} bytes per observer, {sizes['hub'] / 2**20:,.1f} MiB at the hub"
-        ),
+        f"  healthy ranks named alone: {report['healthy_named_alone']}",
+        f"  a round is decided in {seconds['median']:.3f} s (p99 {seconds['p99']:.3f} s, at most "
+        f"{seconds['max']:.3f} s) of processor time",
+        f"  memory {report['memory_bytes'] / 2**20:,.0f} MiB",
         "",
         f"  {'family':18} {'right':>6} {'wrong':>6} {'inconclusive':>13}",
     ]
@@ -90,6 +85,10 @@ def _screen(report: dict[str, Any]) -> str:
         lines.append(f"  {family:18} {found[0]:6} {found[1]:6} {found[2]:13}")
     for each in report["not_right"]:
         if each["outcome"] == "wrong":
-            where = f"{each['scenario']} ({each['family']}, {each['condition']})"
+            where = f"{each['scenario']} ({each['family']}, {each['condition']}, {each['degrees']})"
             lines.append(f"  wrong in scenario {where}: {each['sentence']}")
     return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    app(prog_name="python -m evaluation")

@@ -8,9 +8,10 @@ import numpy as np
 
 from torchscout.mesh import AXES, Mesh
 
-__all__ = ["PUBLISHED", "Layout", "layout_of"]
+__all__ = ["PUBLISHED", "SMALL", "Layout", "drawn", "layout_of"]
 
-_PER_HOST = 8
+SMALL = "small"
+"""Draws another small job for each scenario."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +30,8 @@ class Layout:
     expert_in_tensor: bool = False
     """Whether experts are split over the ranks of a tensor group."""
     stages_last: bool = False
+    per_host: int = 8
+    """How many ranks a machine has."""
 
     def __post_init__(self) -> None:
         if min(self.tensor, self.pipeline, self.data, self.expert) < 1:
@@ -61,15 +64,17 @@ class Layout:
         return replace(self, data=ranks // replica)
 
     def mesh(self) -> Mesh:
-        """Return the mesh, with eight ranks on each machine."""
         rank = np.arange(self.ranks)
         dense = np.zeros((self.ranks, len(AXES)), dtype=np.int64)
         dense[:, AXES.index("tensor")] = rank % self.tensor
         between_replicas = self.tensor if self.stages_last else self.tensor * self.pipeline
         dense[:, AXES.index("pipeline")] = rank // self.between_stages % self.pipeline
         dense[:, AXES.index("replica")] = rank // between_replicas % self.data
-        mesh = Mesh(dense, [f"node-{each // _PER_HOST}" for each in range(self.ranks)])
+        mesh = Mesh(dense, self.hosts(self.per_host))
         return mesh if self.expert == 1 or self.expert_in_tensor else mesh.carve_experts(self.expert)
+
+    def hosts(self, per_host: int) -> list[str]:
+        return [f"node-{rank // per_host}" for rank in range(self.ranks)]
 
 
 PUBLISHED = {
@@ -94,8 +99,19 @@ def layout_of(text: str, ranks: int | None = None) -> Layout:
     if layout is None:
         degrees = text.lower().split("x")
         if len(degrees) not in (3, 4) or not all(each.isdecimal() for each in degrees):
-            known = ", ".join(PUBLISHED)
+            known = ", ".join([SMALL, *PUBLISHED])
             raise ValueError(f"unknown layout {text!r}; give TPxPPxDP or TPxPPxDPxEP, or one of {known}")
         tensor, pipeline, data, *expert = map(int, degrees)
         layout = Layout(text, tensor, pipeline, data, expert[0] if expert else 1)
     return layout if ranks is None else layout.with_ranks(ranks)
+
+
+def drawn(chance: np.random.Generator) -> Layout:
+    """Return a job of 2 to 36 ranks, most of whose groups have two or three members."""
+    while True:
+        tensor, pipeline, data = (
+            int(each) for each in chance.choice([1, 2, 3, 4], 3, p=[0.3, 0.3, 0.3, 0.1])
+        )
+        if 2 <= tensor * pipeline * data <= 36:
+            per_host = int(chance.choice([1, 2, 4, 8]))
+            return Layout(SMALL, tensor, pipeline, data, per_host=per_host)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from torchscout.decision.types import Incident, Scope
+from torchscout.decision.types import Action, Incident, Manifestation, Scope
 
 __all__ = ["Outcome", "Score", "Truth", "score"]
 
@@ -28,10 +28,10 @@ class Truth:
     """The faulty ranks that the evidence can show."""
     group: frozenset[int] = frozenset()
     """The members of a group at fault, none of which may be named alone."""
-    unseen: frozenset[int] = frozenset()
-    """Ranks about which nothing is known: they may be named together with a faulty one."""
     also: frozenset[int] = frozenset()
     """Further faulty ranks, which need not be named: no rank waits for them."""
+    lost: frozenset[int] = frozenset()
+    """Ranks of machines that nobody can reach: because of a hang only these are replaced."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +45,8 @@ class Score:
 
 def score(truth: Truth, incidents: Sequence[Incident]) -> Score:
     """Score the incidents of one scenario: one wrong incident makes it wrong."""
-    if not truth.ranks and not truth.group:
-        return _wrong(truth, incidents[0]) if incidents else Score(Outcome.RIGHT)
+    if not incidents and not truth.ranks and not truth.group:
+        return Score(Outcome.RIGHT)
     if not incidents:
         return Score(Outcome.INCONCLUSIVE, sentence="nothing was reported")
     for incident in incidents:
@@ -56,7 +56,7 @@ def score(truth: Truth, incidents: Sequence[Incident]) -> Score:
     named = {rank for each in exact for rank in each.ranks}
     if (
         len(exact) == len(incidents)
-        and truth.ranks | truth.group <= named <= truth.ranks | truth.group | truth.also
+        and truth.ranks | truth.group <= named <= truth.ranks | truth.group | truth.also | truth.lost
     ):
         return Score(Outcome.RIGHT)
     return Score(Outcome.INCONCLUSIVE, sentence=incidents[0].sentence)
@@ -68,17 +68,19 @@ def _is_precise(incident: Incident) -> bool:
 
 
 def _is_possible(truth: Truth, incident: Incident) -> bool:
-    named, faulty = set(incident.ranks), truth.ranks | truth.also
+    if not truth.ranks | truth.group | truth.also:
+        return False  # nobody waits, not even for a lost machine
+    named, faulty = set(incident.ranks), truth.ranks | truth.also | truth.lost
     if not _is_precise(incident):
         return incident.scope is Scope.JOB or bool(named & (faulty | truth.group))
-    if named <= faulty:
-        return True
-    # Several suspects of which one is faulty, and nothing is known about the others.
-    return len(named) > 1 and bool(named & faulty) and named <= faulty | truth.unseen
+    is_lost = incident.manifestation is Manifestation.HANG and incident.action is Action.REPLACE
+    return named <= (truth.lost if is_lost else faulty)
 
 
 def _wrong(truth: Truth, incident: Incident) -> Score:
     alone = _is_precise(incident) and len(incident.ranks) == 1
     return Score(
-        Outcome.WRONG, alone and incident.ranks[0] not in truth.ranks | truth.also, incident.sentence
+        Outcome.WRONG,
+        alone and incident.ranks[0] not in truth.ranks | truth.also | truth.lost,
+        incident.sentence,
     )

@@ -10,14 +10,13 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from evaluation.simulate.job import NOTHING, Job
+from evaluation.simulate.scoring import Truth
 from torchscout.config import BaselineConfig, StragglerConfig
-from torchscout.decision.hang.table import NOTHING
 from torchscout.decision.straggler.diagnosis import Stragglers
 from torchscout.decision.straggler.measured import Table, TimedLap, TimedWork, axis_of
 from torchscout.decision.straggler.timings import Timings
 from torchscout.decision.types import Incident, Surface
-from torchscout.simulate.job import Job
-from torchscout.simulate.scoring import Truth
 
 __all__ = ["FAMILIES", "Slow", "Slowness"]
 

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from evaluation.simulate.job import Job
+from evaluation.simulate.scoring import Truth
 from torchscout.c3 import compare as c3
 from torchscout.decision.consensus import Verdict
 from torchscout.decision.repeatability import Repeated, SurfaceHistory
 from torchscout.decision.sdc import STATE, SdcDiagnosis
 from torchscout.decision.types import EvidenceRecord, Incident, Manifestation, Surface
 from torchscout.mesh import PeerGroup
-from torchscout.simulate.job import Job
-from torchscout.simulate.scoring import Truth
 
 __all__ = ["FAMILIES", "Numbers", "WrongNumbers"]
 

@@ -10,21 +10,23 @@ groups. Gradients are reduced among replicas, partly in the background, and the 
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter
 from collections.abc import Iterator
 from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
-from torchscout.decision.hang.table import NOTHING, Ints
+from evaluation.simulate.layouts import Layout
 from torchscout.decision.progress import CommGroup, Phase
 from torchscout.mesh import LayerKind
-from torchscout.simulate.layouts import Layout
 
-__all__ = ["Job", "Slot", "Tick"]
+__all__ = ["NOTHING", "Ints", "Job", "Slot", "Tick"]
 
+Ints = npt.NDArray[np.int64]
+NOTHING = -1
+"""The line of a rank that has none of a kind. A *line* is the place of a ``CommGroup`` in ``Job.lines``."""
 _MICROBATCHES = 4
 
 
@@ -50,7 +52,6 @@ class Slot(NamedTuple):
     """How many operations of the same line precede it in the step."""
     text: str
     phase: Phase
-    fingerprint: int
 
 
 _RECEIVED = {"to_next": "from_previous", "to_previous": "from_next"}
@@ -75,13 +76,12 @@ class Job:
         """The operations of a step, by stage."""
 
     @cached_property
-    def lines_of(self) -> list[tuple[CommGroup, ...]]:
-        """Everything that each rank communicates on."""
-        kinds = self.line_of.values()
-        return [
-            tuple(self.lines[line] for line in found if line != NOTHING)
-            for found in zip(*(each.tolist() for each in kinds), strict=True)
-        ]
+    def groups_of(self) -> dict[str, list[CommGroup | None]]:
+        """Kind -> the group of each rank."""
+        return {
+            kind: [None if line == NOTHING else self.lines[line] for line in lines.tolist()]
+            for kind, lines in self.line_of.items()
+        }
 
     @cached_property
     def counts(self) -> list[list[dict[str, int]]]:
@@ -161,14 +161,9 @@ class Job:
             if kind is None and tick.kind in shift and stage + shift[tick.kind] in tick.stages:
                 kind = _RECEIVED[tick.kind]
             if kind is not None:
-                fingerprint = _hash(tick.text)
-                slots.append(Slot(number, kind, before[kind], tick.text, tick.phase, fingerprint))
+                slots.append(Slot(number, kind, before[kind], tick.text, tick.phase))
                 before[kind] += 1
         return slots
-
-
-def _hash(text: str) -> int:
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")
 
 
 def _step(layout: Layout) -> Iterator[Tick]:

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 
-from torchscout.decision.hang.table import NOTHING, Bools, Ints
-from torchscout.simulate.job import Job
+from evaluation.simulate.job import NOTHING, Ints, Job
 
 __all__ = ["Faults", "Standing", "spread"]
 
@@ -35,9 +35,9 @@ class Standing:
 
     tick: Ints
     """The tick of the operation that a rank is in or, if it has stopped, would enter next."""
-    inside: Bools
+    inside: npt.NDArray[np.bool_]
     """False for ranks that stopped by themselves, and wait for nobody."""
-    waited_for: Bools
+    waited_for: npt.NDArray[np.bool_]
     """Ranks without which an operation that others have entered does not return."""
     lagging: Mapping[int, int]
     """Rank that left an operation out -> the line of that operation."""

@@ -1,1 +1,0 @@
-"""`scout explain`: explains a hang from dumps of the Flight Recorder."""
