@@ -19,7 +19,6 @@ import pytest
 from tests.scenarios.rows import (
     Finding,
     Row,
-    WrongToday,
     cases,
     check,
     crash,
@@ -28,7 +27,6 @@ from tests.scenarios.rows import (
     hang,
     sdc,
     straggler,
-    wrong_today,
 )
 from tests.scenarios.today import policy
 
@@ -72,9 +70,9 @@ RIGHT = {
 }
 
 
-def first(name: str, seen: Seen, *right: str, wrong: WrongToday | None = None) -> Row:
+def first(name: str, seen: Seen, *right: str) -> Row:
     """``right``: the action, or several of which each is right."""
-    return Row(name, given=seen, must_come=either(*(RIGHT[each] for each in right)), wrong=wrong)
+    return Row(name, given=seen, must_come=either(*(RIGHT[each] for each in right)))
 
 
 FIRST_INCIDENTS = [
@@ -109,13 +107,11 @@ FIRST_INCIDENTS = [
         "a rank issued another operation than the five others",
         Seen("another operation", [2]),
         "stop",
-        wrong=wrong_today("seen", says=Agreed("restart", "nothing", "restart", "restart")),
     ),
     first(
         "half of the ranks issued another operation",
         Seen("another operation", [3, 4, 5]),
         "stop",
-        wrong=wrong_today("seen", says=Agreed("restart", "nothing", "restart", "restart")),
     ),
     # Corruption. Whoever is left as it is trains on with wrong weights and ends with exit status 0.
     first(

@@ -198,7 +198,7 @@ class _Case:
         records = proof.of_divergence(self.evidence, shown)
         return [
             self._incident(
-                scope, ranks, records, Action.RESTART, sentences.different(shown, guilty, self._mesh)
+                scope, ranks, records, Action.STOP, sentences.different(shown, guilty, self._mesh)
             )
         ]
 

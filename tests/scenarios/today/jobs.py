@@ -52,6 +52,7 @@ ACTIONS = {
     Action.INSPECT: "inspect",
     Action.PREFLIGHT: "preflight",
     Action.REPLACE: "replace",
+    Action.STOP: "stop",
 }
 PATIENT = {"round_deadline_seconds": 10.0, "failover_seconds": 10.0, "grace_seconds": 20.0}
 """Nothing depends on how soon an observer or a hub answers, since a test machine may be busy."""
