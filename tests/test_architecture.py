@@ -17,10 +17,11 @@ FLOORS = {
     "ground": set(),
     "decision": {"ground"},
     "c3": {"ground", "decision"},
+    "run": {"ground", "decision"},
     "collectives": {"ground"},
     "experts": {"ground"},
     "communicators": {"ground", "decision", "c3", "collectives"},
-    "observer": {"ground", "decision", "c3", "collectives", "communicators"},
+    "observer": {"ground", "decision", "c3", "run", "collectives", "communicators"},
     "replay": {"ground", "decision", "c3", "collectives", "communicators", "experts"},
     "checkpoint": {"ground", "decision", "c3", "communicators"},
     "adapters": {"ground", "decision", "c3", "collectives", "experts", "replay", "checkpoint"},
@@ -32,7 +33,7 @@ FLOORS["attach"] = set(FLOORS)
 FLOORS["launch"] = set(FLOORS)
 FLOORS["report"] = {"ground", "decision", "observer"}
 FLOORS["preflight"] = set(FLOORS) - {"launch"}
-FLOORS["plugins"] = {"ground", "decision", "checkpoint", "adapters", "session", "attach"}
+FLOORS["plugins"] = {"ground", "decision", "run", "checkpoint", "adapters", "session", "attach"}
 # Deliberate faults, real ranks for tests, the campaign: production imports none of them.
 FLOORS["faults"] = {"ground", "decision", "c3", "collectives", "experts", "replay", "checkpoint", "adapters"}
 FLOORS["testing"] = {"ground", "experts", "observer"}

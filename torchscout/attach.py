@@ -268,6 +268,7 @@ def _monitor(
         "straggler": StragglerConfig() if replay is None else replay.straggler,
         "recovery": recovery.config,
         "plan": recovery.plan,
+        "began": recovery.began,
         "plan_folders": tuple(map(str, recovery.plan_folders)),
         "directory": str(Path.cwd()),
     }

@@ -400,11 +400,12 @@ class RecoveryConfig:
 
     act: Collection[str] = ()
     """``restart``: SCOUT ends the workers, and the launcher restarts them. ``replace``: it also excludes
-    machines. Empty: nothing is done."""
+    machines, or asks for a preflight of them. Empty: nothing is done."""
     max_restarts: int = 3
-    """Restarts in a row that do not bring the job further, after which it is stopped."""
+    """Restarts in a row that do not bring the job further, after which it is stopped; or recent restarts for
+    which nobody could be named."""
     restart_seconds: float = 300.0
-    """What a restart costs. A slow rank is replaced only if it costs more than this."""
+    """What a restart costs. The machine of a slow rank is replaced only if it costs more than this."""
     horizon_seconds: float = 86_400.0
     """The time for which the cost of a slow rank is computed."""
     on_decision: Sequence[str] = ()

@@ -25,7 +25,7 @@ from evaluation.jobs.catalog import CATALOG
 from evaluation.jobs.contracts import FAULTY
 from evaluation.jobs.job import Job, Trial
 from torchscout import RecoveryConfig
-from torchscout.decision.recovery.restart_plan import FOLDER_VARIABLE
+from torchscout.run.restart import FOLDER_VARIABLE
 from torchscout.utils.identity import host_name
 from torchscout.utils.procfs import processes_with
 

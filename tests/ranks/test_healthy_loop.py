@@ -12,8 +12,8 @@ from tests.ranks.test_standby import own_address
 from tests.support.restarts import answers, decisions, run
 from tests.support.torchrun_agents import ROOT, installed, running_agents
 from torchscout.decision.records.recorder import IncidentLog
-from torchscout.decision.recovery.restart_plan import RestartPlan
 from torchscout.decision.types import Action, Manifestation
+from torchscout.run.restart import RestartPlan
 
 pytestmark = pytest.mark.slow
 STEPS = int(os.environ.get("SCOUT_SOAK", "2000"))
@@ -48,11 +48,15 @@ def test_nothing_is_done_in_thousands_of_healthy_steps(tmp_path: Path):
     assert not RestartPlan.path(run_dir).exists()
 
 
-def test_nothing_is_done_if_half_of_the_replicas_disagree_with_the_other_half(tmp_path: Path):
+def test_a_job_of_which_half_disagrees_goes_back_to_its_verified_state_and_replaces_nobody(tmp_path: Path):
     ended = run(tmp_path, "--fault", "split", "--act", "restart,replace", ranks=4)
     assert ended.returncode == 0, ended.stderr
-    assert {each["life"] for each in answers(tmp_path)} == {0}
+    found = answers(tmp_path, ranks=4)
+    assert {each["life"] for each in found} == {1}
+    assert all("verified checkpoint" in each["reason"] for each in found)
+    assert len({each["bits"] for each in found}) == 1
     (incident,) = IncidentLog.read(tmp_path / "run-0").incidents
     assert (incident.manifestation, len(incident.ranks)) == (Manifestation.SDC, 4)
-    assert [(each.action, each.is_carried_out) for each in decisions(tmp_path)] == [(Action.INSPECT, False)]
-    assert not RestartPlan.path(tmp_path / "kept" / "files").exists()
+    (decision,) = decisions(tmp_path)
+    assert (decision.action, decision.is_carried_out) == (Action.PREFLIGHT, True)
+    assert RestartPlan.read(tmp_path / "kept" / "files").excluded == ()

@@ -18,8 +18,8 @@ from tests.ranks.test_standby import own_address
 from tests.support.restarts import SCRIPT, answers, run
 from tests.support.torchrun_agents import Agents, installed, running_agents
 from torchscout.decision.records.recorder import IncidentLog
-from torchscout.decision.recovery.restart_plan import RestartPlan
 from torchscout.decision.types import Action, Decision, Scope
+from torchscout.run.restart import RestartPlan
 
 pytestmark = pytest.mark.slow
 SECONDS = 200.0

@@ -24,8 +24,8 @@ from tests.support.replayed_job import Net, loss_of
 from torchscout.attach import enable_resiliency
 from torchscout.config import CheckpointConfig, ObserverConfig, RecoveryConfig, ReplayConfig
 from torchscout.decision.records.recorder import Agreements, Stamped, read
-from torchscout.decision.recovery.restart_plan import RestartPlan
 from torchscout.decision.types import Incident
+from torchscout.run.restart import RestartPlan
 from torchscout.session.session import Session
 
 INTERVAL = 10

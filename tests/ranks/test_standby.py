@@ -16,8 +16,8 @@ import pytest
 
 from tests.support.small_job import until
 from tests.support.torchrun_agents import ROOT, Agents, installed, running_agents
-from torchscout.decision.recovery.restart_plan import RestartPlan
 from torchscout.decision.types import Action, Decision, Failure
+from torchscout.run.restart import RestartPlan
 
 slow = pytest.mark.slow
 
@@ -40,9 +40,9 @@ class Job:
     def _new(self) -> set[Path]:
         return {each for each in self.folder.glob("started-*") if each.read_text()} - self._seen
 
-    def fail(self, exclude: str = "") -> None:
+    def fail(self, action: Action = Action.RESTART, *hosts: str) -> None:
         for each in self._seen:
-            (self.folder / f"fail-{each.name.split('-')[2]}").write_text(exclude)
+            (self.folder / f"fail-{each.name.split('-')[2]}").write_text(" ".join([action.name, *hosts]))
 
     def stays(self, seconds: float = 5.0) -> None:
         """Check that no worker is restarted."""
@@ -85,7 +85,7 @@ def test_a_standby_replaces_a_quarantined_machine_and_its_relaunched_agent_stays
     assert job.started(2) == ["a", "b"]
     job.agents.start("c")
     job.agents.until_said("c", "is a standby")
-    job.fail(exclude="a")
+    job.fail(Action.REPLACE, "a")
     assert job.started(2) == ["b", "c"]
     job.agents.until_said("a", "this machine, a, is quarantined")
     job.agents.start("relaunched", host="a")
@@ -98,11 +98,30 @@ def test_a_standby_replaces_a_quarantined_machine_and_its_relaunched_agent_stays
 
 
 @slow
+def test_a_machine_runs_a_preflight_before_it_joins_again(job: Job):
+    """Without a standby the job waits for it; otherwise the standby takes its place."""
+    job.agents.start("a", hosts_store=True, preflight="3")
+    job.agents.start("b", preflight="3")
+    assert job.started(2) == ["a", "b"]
+    job.fail(Action.PREFLIGHT, "b")
+    assert job.started(2) == ["a", "b"]
+    assert "the preflight of this machine, b, found nothing" in job.agents.said("b")
+    assert "preflight" not in job.agents.said("a")
+    job.agents.start("c")
+    job.agents.until_said("c", "is a standby")
+    job.fail(Action.PREFLIGHT, "a")
+    assert job.started(2) == ["b", "c"]
+    job.agents.until_said("a", "this machine, a, is a standby")
+    job.end()
+    assert job.agents.wait("a", "b", "c") == [0, 0, 0], job.agents.everything()
+
+
+@slow
 def test_with_an_empty_pool_the_job_says_so_and_continues_with_a_late_standby(job: Job):
     job.agents.start("a", hosts_store=True)
     job.agents.start("b")
     assert job.started(2) == ["a", "b"]
-    job.fail(exclude="b")
+    job.fail(Action.REPLACE, "b")
     job.agents.until_said("a", "1 of 2 machines have joined the job, and b must not")
     job.agents.start("c")
     assert job.started(2) == ["a", "c"]
@@ -115,7 +134,7 @@ def test_with_an_empty_pool_the_job_ends_after_the_time_to_join(job: Job):
     job.agents.start("a", hosts_store=True, join_timeout="15")
     job.agents.start("b", join_timeout="15")
     assert job.started(2) == ["a", "b"]
-    job.fail(exclude="b")
+    job.fail(Action.REPLACE, "b")
     status, quarantined = job.agents.wait("a", "b")
     assert (status != 0, quarantined) == (True, 0), job.agents.everything()
     assert "too few machines" in job.agents.said("a")
@@ -128,7 +147,7 @@ def test_a_job_that_may_be_smaller_goes_on_without_the_quarantined_machine(job: 
     job.agents.start("a", hosts_store=True)
     job.agents.start("b")
     assert job.started(2) == ["a", "b"]
-    job.fail(exclude="b")
+    job.fail(Action.REPLACE, "b")
     assert job.started(1) == ["a"]
     job.stays()
     job.end()
@@ -152,7 +171,7 @@ def test_without_the_machine_of_the_store_the_job_ends_with_a_reason(job: Job):
 
 def plan(action: Action, *hosts: str) -> RestartPlan:
     sentence = f"{action.value}: something is wrong."
-    return RestartPlan.first().after(
+    return RestartPlan().after(
         Decision(step=1, action=action, failure=Failure.SDC, ranks=(), hosts=hosts, sentence=sentence)
     )
 

@@ -19,7 +19,6 @@ import pytest
 from tests.scenarios.rows import (
     Finding,
     Row,
-    WrongToday,
     cases,
     check,
     crash,
@@ -28,7 +27,6 @@ from tests.scenarios.rows import (
     hang,
     sdc,
     straggler,
-    wrong_today,
 )
 from tests.scenarios.today import policy
 
@@ -72,9 +70,9 @@ RIGHT = {
 }
 
 
-def first(name: str, seen: Seen, *right: str, wrong: WrongToday | None = None) -> Row:
+def first(name: str, seen: Seen, *right: str) -> Row:
     """``right``: the action, or several of which each is right."""
-    return Row(name, given=seen, must_come=either(*(RIGHT[each] for each in right)), wrong=wrong)
+    return Row(name, given=seen, must_come=either(*(RIGHT[each] for each in right)))
 
 
 FIRST_INCIDENTS = [
@@ -84,13 +82,11 @@ FIRST_INCIDENTS = [
         "both ranks of a machine are late",
         Seen("late", [2, 3]),
         "restart",
-        wrong=wrong_today("seen", says=Agreed("inspect", "nothing", "restart", "restart")),
     ),
     first(
         "a rank was stopped by a signal",
         Seen("stopped by a signal", [2]),
         "restart",
-        wrong=wrong_today("seen", says=Agreed("inspect", "nothing", "restart", "restart")),
     ),
     first("a rank ended", Seen("ended", [2]), "restart"),
     first(
@@ -98,14 +94,12 @@ FIRST_INCIDENTS = [
         Seen("ended", range(6)),
         "inspect",
         "restart",
-        wrong=wrong_today("seen", says=Agreed("restart", "nothing", "nothing", "nothing")),
     ),
     first("all ranks are in the same operation, and none is behind", Seen("late"), "inspect", "restart"),
     first(
         "a machine cannot be reached",
         Seen("unreachable", [2, 3]),
         "replace b",
-        wrong=wrong_today("observer P3", says=Agreed("replace", "nothing", "nothing", "replace b")),
     ),
     first("most machines cannot be reached", Seen("unreachable", [2, 3, 4, 5]), "inspect"),
     # Ranks that communicate different things are a mistake in the program: a restart hangs again.
@@ -113,45 +107,38 @@ FIRST_INCIDENTS = [
         "a rank issued another operation than the five others",
         Seen("another operation", [2]),
         "stop",
-        wrong=wrong_today("seen", says=Agreed("restart", "nothing", "restart", "restart")),
     ),
     first(
         "half of the ranks issued another operation",
         Seen("another operation", [3, 4, 5]),
         "stop",
-        wrong=wrong_today("seen", says=Agreed("restart", "nothing", "restart", "restart")),
     ),
     # Corruption. Whoever is left as it is trains on with wrong weights and ends with exit status 0.
     first(
         "a rank has wrong numbers",
         Seen("wrong numbers", [2]),
         "replace b",
-        wrong=wrong_today("observer P3", says=Agreed("replace", "nothing", "nothing", "replace b")),
     ),
     first(
         "both ranks of a machine have wrong numbers",
         Seen("wrong numbers", [2, 3]),
         "replace b",
-        wrong=wrong_today("seen", says=Agreed("replace", "nothing", "nothing", "nothing")),
     ),
     first(
         "two ranks on two machines, which compute together, have wrong numbers",
         Seen("wrong numbers of tensor-parallel partners", [2, 3], machines="abcdef"),
         "replace c and d",
         "preflight",
-        wrong=wrong_today("seen", says=Agreed("replace", "nothing", "nothing", "nothing")),
     ),
     first(
         "two replicas disagree, and there is no third",
         Seen("wrong numbers", [1], machines="ab"),
         "preflight",
-        wrong=wrong_today("interfaces #5", says=Agreed("preflight", "nothing", "nothing", "replace a and b")),
     ),
     first(
         "three replicas disagree with three others",
         Seen("wrong numbers", [3, 4, 5]),
         "preflight",
-        wrong=wrong_today("seen", says=Agreed("preflight", "nothing", "nothing", "nothing")),
     ),
     # Slow ranks that nobody can be blamed for.
     first("one of two ranks is slower", Seen("slow", [1], machines="ab"), "inspect"),
@@ -250,25 +237,21 @@ HISTORIES = [
         "the ranks were renumbered, and the machine that was late is late again: it moves with the machine",
         given=after(late(2, 40), late(0, 90, machines=("b", "b", "a", "a"))),
         must_come=["restart", "replace b"],
-        wrong=wrong_today("observer P2", says=["restart", "restart"]),
     ),
     Row(
         "a rank is late again 89,000 steps and nine days after its first restart: that one was long ago",
         given=after(late(2, 1000), late(2, 90_000, day=9)),
         must_come=["restart", "restart"],
-        wrong=wrong_today("observer P2", says=["restart", "replace b"]),
     ),
     Row(
         "a machine was replaced for wrong numbers, and half a million steps later its successor is late once",
         given=after(wrong_numbers(2, 100), late(2, 500_000, day=50, machines=C_FOR_B)),
         must_come=["replace b", "restart"],
-        wrong=wrong_today("observer P2", says=["replace b", "replace c"]),
     ),
     Row(
         "a rank is late at the same step on a second machine: the program or the data is at fault",
         given=after(late(2, 40), late(2, 40), late(2, 40, machines=C_FOR_B)),
         must_come=["restart", "replace b", "stop"],
-        wrong=wrong_today("observer P2", says=["restart", "replace b", "replace c"]),
     ),
     Row(
         "numbers are wrong at the same step on three machines, one after the other: replacing ends",
@@ -284,32 +267,27 @@ HISTORIES = [
         "ranks wait for each other in a circle, after each restart: the job is stopped in the end",
         given=after(*(deadlock(step) for step in (40, 40, 40, 40))),
         must_come=either(*(["restart"] * count + ["stop"] for count in (1, 2, 3))),
-        wrong=wrong_today("observer P1", says=["restart", "replace a and b", "replace a and b", "stop"]),
     ),
     Row(
         "ranks wait for each other in a circle, twice in nine days: that is no reason to stop the job",
         given=after(deadlock(40), deadlock(90_000, day=9)),
         must_come=["restart", "restart"],
-        wrong=wrong_today("observer P1", says=["restart", "replace a and b"]),
     ),
     Row(
         "half of the ranks issued another operation than the others: a restart hangs again",
         given=after(differing(40), differing(60)),
         must_come=["stop"],
-        wrong=wrong_today("observer P1", says=["restart", "replace a and b"]),
     ),
     # Only restarts are permitted.
     Row(
         "a rank is late again long after a restart: the job is not left hanging",
         given=after(late(2, 1000), late(2, 90_000, day=9), act=["restart"]),
         must_come=["restart", "restart"],
-        wrong=wrong_today("observer P3", says=["restart", "nothing"]),
     ),
     Row(
         "a rank is late after each restart: its machine may not be replaced, so that the job is stopped",
         given=after(*(late(2, 40) for _ in range(4)), act=["restart"]),
         must_come=either(["restart", "restart", "stop"], ["restart", "restart", "restart", "stop"]),
-        wrong=wrong_today("observer P3", says=["restart", "nothing", "nothing", "nothing"]),
     ),
     # The job is stopped if restarts do not help, and only then.
     Row(
@@ -339,7 +317,6 @@ HISTORIES = [
             late(3, 9000, day=2, machines=ONE_EACH, resuming=True),
         ),
         must_come=["restart", "restart", "restart", "restart"],
-        wrong=wrong_today("seen", says=["restart", "restart", "restart", "stop"]),
     ),
     Row(
         "a rank is late each time the job resumes, another one each time: the job is stopped",
@@ -400,13 +377,11 @@ SLOW_RANKS = [
         "one layer of a rank takes twice as long, which makes the steps of the job longer by a thousandth",
         given=slow(work_takes=2.0, step_takes=1.001),
         must_come=["nothing"],
-        wrong=wrong_today("observer P5, interfaces #4", says=["replace b"]),
     ),
     Row(
         "the update of a rank takes twice as long, and the steps of the job a third longer",
         given=slow(work="optimizer", work_takes=2.0, step_takes=1.33),
         must_come=["replace b"],
-        wrong=wrong_today("observer P4", says=["nothing"]),
     ),
     Row(
         "a rank takes three times as long to fetch its batches: that need not be its machine",
@@ -435,7 +410,6 @@ SLOW_RANKS = [
         "the links inside a machine of a later pipeline stage are slow",
         given=slow_links(others_first=True),
         must_come=["replace b"],
-        wrong=wrong_today("seen", says=["nothing"]),
     ),
 ]
 
@@ -463,7 +437,6 @@ LOADED = [
         "a rank had wrong numbers, and machines may not be replaced",
         given=after(wrong_numbers(2, 40), act=["restart"]),
         must_come="verified",
-        wrong=wrong_today("observer P3, seen", says="the job goes on with its state"),
     ),
     Row(
         "a rank had wrong numbers, and another one was late while the job resumed",
@@ -494,7 +467,6 @@ CORRUPT_JOB = Row(
     "a weight of one of three ranks changes, and only restarts are permitted",
     given=["restart"],
     must_come="all ranks leave, to be restarted",
-    wrong=wrong_today("observer P3, seen", says="all ranks train to the end, one of them with wrong weights"),
     marks=[pytest.mark.long],
 )
 

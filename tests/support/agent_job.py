@@ -1,7 +1,7 @@
 """A script for torchrun agents without torch: it says where it runs, and fails or ends when it is asked to.
 
 Arguments: a folder. Each worker writes ``started-HOST-PID`` there and waits for ``fail-PID`` or ``end``. On
-the former it leaves as SCOUT's workers do, with a restart plan: the file holds the machines to exclude.
+the former it leaves as SCOUT's workers do, with a restart plan: the file holds the action and its machines.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import sys
 import time
 from pathlib import Path
 
-from torchscout.decision.recovery.restart_plan import FOLDER_VARIABLE, RestartPlan
 from torchscout.decision.types import Action, Decision, Failure
+from torchscout.run.restart import FOLDER_VARIABLE, RestartPlan
 from torchscout.utils.identity import host_name
 
 
@@ -29,11 +29,15 @@ def main() -> None:
             leave((folder / f"fail-{pid}").read_text().split())
 
 
-def leave(hosts: list[str]) -> None:
-    action = Action.REPLACE if hosts else Action.RESTART
-    sentence = f"Replace {hosts[0]}: it is bad." if hosts else "Restart the job in place: it is stuck."
+def leave(words: list[str]) -> None:
+    action, *hosts = words
     decision = Decision(
-        step=1, action=action, failure=Failure.SDC, ranks=(), hosts=tuple(hosts), sentence=sentence
+        step=1,
+        action=Action[action],
+        failure=Failure.SDC,
+        ranks=(),
+        hosts=tuple(hosts),
+        sentence=f"{' '.join(words)}: it is bad.",
     )
     plan = Path(os.environ[FOLDER_VARIABLE])
     RestartPlan.read(plan).after(decision).write(plan)

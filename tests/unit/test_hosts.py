@@ -10,6 +10,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,9 +19,9 @@ from typer.testing import CliRunner
 from tests.unit.test_policy import SDC, decided
 from torchscout.cli.main import app
 from torchscout.decision.records.recorder import JsonlRecorder
-from torchscout.decision.recovery.restart_plan import RestartPlan
 from torchscout.decision.types import Action, Decision, Failure
 from torchscout.observer.record.directory import RankEntry
+from torchscout.run.restart import RestartPlan
 
 ROOT = Path(__file__).parents[2]
 
@@ -46,7 +47,7 @@ def ask(*arguments: object) -> tuple[int, str]:
 
 
 def test_a_plan_lists_the_excluded_machines_with_reasons(tmp_path: Path):
-    plan = RestartPlan.first().after(replacing("node-3", "node-5")).after(replacing("node-7"))
+    plan = RestartPlan().after(replacing("node-3", "node-5")).after(replacing("node-7"))
     plan.write(tmp_path)
     assert ask(tmp_path) == (3, "node-3\nnode-5\nnode-7\n")
     assert ask(tmp_path, "--format", "slurm", "--exclude-file", tmp_path / "out") == (
@@ -71,13 +72,22 @@ def test_a_run_directory_lists_what_a_dry_run_would_replace(tmp_path: Path):
     assert (report["used"], report["devices"]) == ([entry["host"]], {"1": "GPU-1"})
 
 
+def test_machines_that_need_a_preflight_are_not_excluded(tmp_path: Path):
+    """Those of the newest decision: the job has run on since the others."""
+    check = replace(replacing("node-3", "--all"), action=Action.PREFLIGHT)
+    RestartPlan().after(replace(check, hosts=("node-9",))).after(check).write(tmp_path)
+    status, output = ask(tmp_path, "--json")
+    assert (status, json.loads(output)["excluded"]) == (0, {})
+    assert json.loads(output)["preflight"] == {"node-3": check.sentence}
+
+
 def test_without_excluded_machines_the_file_is_empty(tmp_path: Path):
     assert ask(tmp_path, "--exclude-file", tmp_path / "out") == (0, "\n")
     assert (tmp_path / "out").read_text() == ""
 
 
 def test_what_is_no_name_of_a_machine_reaches_no_command(tmp_path: Path):
-    plan = RestartPlan.first().after(replacing("node-3", "--all", "a b", "x;reboot", "y\nz"))
+    plan = RestartPlan().after(replacing("node-3", "--all", "a b", "x;reboot", "y\nz"))
     plan.write(tmp_path)
     assert ask(tmp_path) == (3, "node-3\n")
 
@@ -119,7 +129,7 @@ def test_the_recipe_for_kubernetes_cordons_excluded_machines_only(tmp_path: Path
     command = ["sh", "-c", recipe("kubernetes")]
     subprocess.run(command, cwd=tmp_path, env=stand_ins, check=False, timeout=60)
     assert calls(tmp_path) == [], "nothing was decided"
-    RestartPlan.first().after(replacing("node-3", "node-5")).write(tmp_path / "checkpoints")
+    RestartPlan().after(replacing("node-3", "node-5")).write(tmp_path / "checkpoints")
     subprocess.run(command, cwd=tmp_path, env=stand_ins, check=False, timeout=60)
     assert calls(tmp_path) == CORDONED
 

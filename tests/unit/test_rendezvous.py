@@ -5,15 +5,19 @@ from __future__ import annotations
 import socket
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 
 from tests.support.small_job import until
-from torchscout.decision.recovery.restart_plan import FOLDER_VARIABLE
+from tests.unit.test_policy import HANG, decided
+from torchscout.decision.types import Action
 from torchscout.plugins import rendezvous
 from torchscout.plugins.rendezvous import ScoutRendezvous, create_handler
+from torchscout.run.restart import FOLDER_VARIABLE, RestartPlan
+from torchscout.utils.identity import host_name
 
 
 @pytest.fixture
@@ -64,3 +68,51 @@ def test_a_standby_neither_restarts_nor_closes_the_job(
     member.shutdown()
     waiting.join(30)
     assert ended == [0]
+
+
+@pytest.fixture
+def preflights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The exit statuses of the next preflights, the last one first. One is needed now."""
+    WANTED.write(tmp_path)
+    statuses: list[int] = []
+    monkeypatch.setattr(rendezvous, "preflight", lambda *_: (statuses.pop(), "It is hot."))
+    return statuses
+
+
+WANTED = RestartPlan().after(replace(decided(HANG), action=Action.PREFLIGHT, hosts=(host_name(),)))
+
+
+def test_a_machine_joins_after_its_preflight(
+    agents: list[ScoutRendezvous], preflights: list[int], tmp_path: Path
+):
+    """Also if it cannot decide. There is one preflight for each decision."""
+    agent, _ = agents
+    preflights[:] = [2, 0]
+    for left in (1, 1):
+        assert agent.next_rendezvous().rank == 0
+        assert len(preflights) == left
+    WANTED.after(WANTED.restarts[0]).write(tmp_path)
+    assert agent.next_rendezvous().rank == 0
+    assert preflights == []
+    WANTED.after(WANTED.restarts[0]).after(decided(HANG)).write(tmp_path)
+    agent.next_rendezvous()
+    agent.shutdown()
+
+
+def test_a_machine_that_fails_its_preflight_is_quarantined(
+    agents: list[ScoutRendezvous], preflights: list[int]
+):
+    agent, other = agents
+    preflights[:] = [1]
+
+    def join() -> None:
+        with pytest.raises(SystemExit):
+            agent.next_rendezvous()
+
+    waiting = threading.Thread(target=join, daemon=True)
+    waiting.start()
+    until(lambda: bool(other._quarantine.hosts()), "the machine is quarantined", 30.0)
+    assert other._quarantine.hosts() == {host_name(): "Its preflight failed: It is hot."}
+    agent.set_closed()
+    waiting.join(30)
+    assert not waiting.is_alive()

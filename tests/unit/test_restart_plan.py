@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from tests.unit.test_policy import HANG, SDC, decided
-from torchscout.decision.recovery.restart_plan import RestartPlan
 from torchscout.decision.types import Action, Failure
 from torchscout.errors import RestartPlanError
+from torchscout.run.restart import RestartPlan, write_plans
 
-PLAN = RestartPlan.first().after(decided(HANG)).after(decided(SDC))
+PLAN = RestartPlan().after(decided(HANG)).after(decided(SDC))
 
 
 def test_a_plan_collects_restarts_and_excluded_machines(tmp_path: Path):
@@ -24,10 +24,7 @@ def test_a_plan_collects_restarts_and_excluded_machines(tmp_path: Path):
     PLAN.write(tmp_path / "new" / "folder")
     assert RestartPlan.read(tmp_path / "new" / "folder") == PLAN
     assert RestartPlan.path(tmp_path / "new" / "folder").stat().st_mode & 0o777 == 0o600
-
-
-def test_without_a_file_the_job_was_not_restarted(tmp_path: Path):
-    assert RestartPlan.read(tmp_path) == RestartPlan.first()
+    assert RestartPlan.read(tmp_path) == RestartPlan(), "without a file the job was not restarted"
 
 
 def test_a_used_plan_keeps_its_history_and_excluded_machines_only():
@@ -36,12 +33,28 @@ def test_a_used_plan_keeps_its_history_and_excluded_machines_only():
     assert (used.restarts, used.excluded) == (PLAN.restarts, PLAN.excluded)
 
 
-def test_the_history_is_bounded(tmp_path: Path):
+def test_only_a_stop_keeps_the_job_from_running():
+    actions = (Action.RESTART, Action.PREFLIGHT, Action.REPLACE, Action.STOP)
+    plans = [PLAN.after(replace(decided(HANG), action=action)) for action in actions]
+    assert [each.is_stopped for each in plans] == [False, False, False, True]
+    assert [each.excluded for each in plans] == [("node-1",)] * 4, "a preflight excludes nobody yet"
+
+
+def test_the_history_is_bounded():
     plan = PLAN
     for step in range(200):
         plan = plan.after(decided(replace(HANG, step=step)))
-    plan.write(tmp_path)
-    assert [each.step for each in RestartPlan.read(tmp_path).restarts] == [*range(136, 200)]
+    assert [each.step for each in plan.restarts] == [*range(136, 200)]
+
+
+def test_what_another_rank_has_written_is_kept(tmp_path: Path):
+    """Ranks of one machine write the same plan, and the last run may have decided after this one began."""
+    own, other = decided(HANG, seconds=7.0), decided(replace(SDC, step=20))
+    plan = RestartPlan().after(own)
+    RestartPlan().after(other).after(replace(own, seconds=7.5, devices=("rank 2: GPU",))).write(tmp_path)
+    assert write_plans(plan, [tmp_path]) == []
+    found = RestartPlan.read(tmp_path)
+    assert (found.restarts, found.excluded, found.failure) == ((other, own), ("node-1",), Failure.HANG)
 
 
 GOOD = PLAN.to_json()
@@ -56,11 +69,12 @@ WRONG = {
     "machines in no list": {**GOOD, "excluded": "node-1"},
     "a machine without a name": {**GOOD, "excluded": [7]},
     "a long text": {**GOOD, "sentence": "a" * 2000},
-    "a number for a truth value": {**GOOD, "is_stopped": 1},
     "a long history": {**GOOD, "restarts": [RESTART] * 65},
     "a restart that is none": {**GOOD, "restarts": [[]]},
     "a restart that continues": {**GOOD, "restarts": [{**RESTART, "action": "continue"}]},
     "a negative step": {**GOOD, "restarts": [{**RESTART, "step": -1}]},
+    "a negative time": {**GOOD, "restarts": [{**RESTART, "seconds": -1.0}]},
+    "an unknown scope": {**GOOD, "restarts": [{**RESTART, "scope": "galaxy"}]},
     "half a step": {**GOOD, "restarts": [{**RESTART, "step": 1.5}]},
     "a rank that is no number": {**GOOD, "restarts": [{**RESTART, "ranks": ["x"]}]},
     "a machine of a restart without a name": {**GOOD, "restarts": [{**RESTART, "hosts": [{}]}]},
@@ -96,7 +110,7 @@ def test_only_an_owner_only_file_is_read(tmp_path: Path):
 
 def test_a_plan_that_was_not_used_yet_still_decides_what_can_be_trusted():
     """The job failed again before it had loaded a checkpoint."""
-    corrupt = RestartPlan.first().after(decided(SDC))
+    corrupt = RestartPlan().after(decided(SDC))
     assert corrupt.after(decided(HANG)).failure is Failure.SDC
     assert corrupt.used().after(decided(HANG)).failure is Failure.HANG
-    assert RestartPlan.first().after(decided(HANG)).after(decided(SDC)).failure is Failure.SDC
+    assert RestartPlan().after(decided(HANG)).after(decided(SDC)).failure is Failure.SDC

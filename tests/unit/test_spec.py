@@ -9,9 +9,9 @@ import pytest
 
 from tests.unit.test_policy import HANG, decided
 from torchscout.config import ObserverConfig, StragglerConfig
-from torchscout.decision.recovery.restart_plan import RestartPlan
 from torchscout.mesh import Mesh
 from torchscout.observer.spec import ObserverSpec, describe_mesh, hub_ranks, mesh_from
+from torchscout.run.restart import RestartPlan
 
 PLAIN = ObserverSpec(rank=1, size=2, record="/r", run_dir="/runs", token="t" * 16, config=ObserverConfig())
 
@@ -34,7 +34,7 @@ def test_the_hub_its_standby_and_those_elected_after_them_are_spread_over_machin
 
 def test_a_spec_survives_serialization():
     strict = replace(PLAIN, straggler=StragglerConfig(kappa=9.0, confirmations=4))
-    acting = replace(PLAIN, plan=RestartPlan.first().after(decided(HANG)), plan_folders=("/plans",))
+    acting = replace(PLAIN, plan=RestartPlan().after(decided(HANG)), plan_folders=("/plans",))
     for spec in (PLAIN, strict, acting):
         assert ObserverSpec.from_json(json.loads(json.dumps(spec.to_json()))) == spec
 

@@ -10,10 +10,10 @@ import typer
 
 from torchscout.cli.console import AsJson, Output, print_report, refusing, write_file
 from torchscout.decision.records.recorder import IncidentLog
-from torchscout.decision.recovery.restart_plan import RestartPlan
 from torchscout.decision.types import Action
 from torchscout.errors import RestartPlanError
 from torchscout.observer.record.directory import read_roster
+from torchscout.run.restart import RestartPlan
 from torchscout.utils.identity import is_host_name
 
 __all__ = ["hosts"]
@@ -64,9 +64,10 @@ def examined(folder: Path) -> dict[str, Any]:
     plan, entries = RestartPlan.read(folder), read_roster(folder)
     if not entries and not folder.is_dir():
         raise ValueError(f"{folder} is not a folder")
-    excluded = plan.reasons()
-    last = plan.restarts[-1] if plan.is_stopped else None
-    for decision in IncidentLog.read(folder).decisions:
+    excluded, decisions = plan.reasons(), IncidentLog.read(folder).decisions
+    newest = [*plan.restarts[-1:], *decisions[-1:]]
+    last = next((each for each in plan.restarts if each.action is Action.STOP), None)
+    for decision in decisions:
         # Also of a dry run: then the launcher carries the decisions out.
         if decision.action is Action.REPLACE:
             excluded |= dict.fromkeys(filter(is_host_name, decision.hosts), decision.sentence)
@@ -74,6 +75,12 @@ def examined(folder: Path) -> dict[str, Any]:
     return {
         "folder": str(folder),
         "excluded": excluded,
+        "preflight": {
+            host: each.sentence
+            for each in newest
+            if each.action is Action.PREFLIGHT
+            for host in filter(is_host_name, each.hosts)
+        },
         "stopped": None if last is None else last.sentence,
         "used": sorted({entry.host for entry in entries}),
         "devices": {entry.rank: entry.device for entry in entries if entry.host in excluded and entry.device},

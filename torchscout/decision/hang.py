@@ -197,9 +197,7 @@ class _Case:
         scope = Scope.RANK if guilty else Scope.PROCESS_GROUP
         records = proof.of_divergence(self.evidence, shown)
         return [
-            self._incident(
-                scope, ranks, records, Action.RESTART, sentences.different(shown, guilty, self._mesh)
-            )
+            self._incident(scope, ranks, records, Action.STOP, sentences.different(shown, guilty, self._mesh))
         ]
 
     def _looked_at(self) -> set[int]:

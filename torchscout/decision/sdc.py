@@ -127,7 +127,7 @@ class SdcDiagnosis:
             ranks=ranks,
             hosts=hosts,
             records=(*records, *(each for _, repeat in found if repeat is not None for each in repeat.again)),
-            action=Action.REPLACE if deciding.ranks else Action.INSPECT,
+            action=Action.REPLACE if deciding.ranks else Action.PREFLIGHT,
             sentence=sentences(
                 f"{named(ranks, hosts)} {differ} in {surfaces_in_words(records)} at step {deciding.step}: "
                 f"{_vote(deciding)}{_repetition(repeated)}{cause}"

@@ -236,10 +236,10 @@ class Incident(Recordable):
     action: Action
     sentence: str
     """The conclusion in full sentences."""
-    slowdown: float | None = None
-    """How many times as long a step takes because of a slow rank or machine; None if it is not known."""
     records: tuple[EvidenceRecord, ...]
     """The proof, the deciding record first."""
+    slowdown: float | None = None
+    """How many times as long a step takes because of a slow rank or machine; None if it is not known."""
 
     def __post_init__(self) -> None:
         if not self.records:

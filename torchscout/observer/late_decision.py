@@ -9,16 +9,16 @@ workers when they attach.
 from __future__ import annotations
 
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from torchscout.decision.policy import decide, is_allowed
 from torchscout.decision.records.recorder import IncidentLog, record_one
-from torchscout.decision.recovery.command import start_command
-from torchscout.decision.recovery.policy import decide, is_allowed
-from torchscout.decision.recovery.restart_plan import RestartPlan, is_same, is_stopped, write_plans
-from torchscout.decision.types import Decision, Incident, Manifestation
+from torchscout.decision.types import Decision, Incident, Resolved
 from torchscout.errors import RestartPlanError
+from torchscout.run.restart import RestartPlan, is_same, start_command, write_plans
 
 if TYPE_CHECKING:
     from torchscout.decision.types import Recordable
@@ -28,39 +28,51 @@ __all__ = ["LateDecision"]
 
 
 class LateDecision:
-    """The decision about the last hang that this observer knows of."""
+    """The decision about the last hang or crash that this observer knows of."""
 
     def __init__(self, spec: ObserverSpec) -> None:
         self.is_author = False
         """Whether the hub of this process has recorded an incident."""
         self._spec = spec
+        self._incident: Incident | None = None
         self._decision: Decision | None = None
-        self._logged_by = 0
+        """About that incident."""
         self._is_planned = self._is_recorded = True
 
     def must_end(self, item: Recordable) -> bool:
         """Take an item of news, and return whether the trainer has to end because of it."""
         config = self._spec.recovery
-        if config is None or not isinstance(item, Incident) or item.manifestation is not Manifestation.HANG:
+        if config is None or not isinstance(item, Incident) or not item.manifestation.stops_job:
             return False
-        restarts = self._spec.plan.restarts
-        decision = decide(item, restarts, config, has_verified=True)  # which matters for SDC only
+        restarts, seconds = self._spec.plan.restarts, time.monotonic() - self._spec.began
+        # Whether there is a verified checkpoint matters for wrong numbers only.
+        decision = decide(item, restarts, config, has_verified=True, seconds=seconds)
         is_carried_out = bool(self._spec.plan_folders) and is_allowed(decision, config)
-        self._decision, self._logged_by = replace(decision, is_carried_out=is_carried_out), item.logged_by
+        self._incident, self._decision = item, replace(decision, is_carried_out=is_carried_out)
         self._is_planned, self._is_recorded = not is_carried_out, False
         return is_carried_out
+
+    def is_over(self, item: Recordable) -> bool:
+        """Take an item of news, and return whether the incident of the decision is resolved by it: the job
+        goes on, and a trainer that ends later does so for another reason."""
+        if not isinstance(item, Resolved) or (named := self._incident) is None:
+            return False
+        if (item.step, item.ranks, item.sentence) != (named.step, named.ranks, named.sentence):
+            return False
+        self._incident = self._decision = None
+        return True
 
     def trainer_ended(self) -> None:
         """Do what the trainer would have done, unless it has. Call it once the trainer has ended."""
         if self._decision is not None and not self._is_planned:
             self._is_planned = True
-            if any(map(is_stopped, map(Path, self._spec.plan_folders))):
+            if any(_is_stopped(Path(each)) for each in self._spec.plan_folders):
                 self._decision = None  # trainers that refuse to go on have ended, too
                 return
             plan = self._plan_after(self._decision)
             for problem in write_plans(plan, map(Path, self._spec.plan_folders)):
                 print(problem, file=sys.stderr)
-        if self._spec.rank == self._logged_by:
+        if self._incident is not None and self._spec.rank == self._incident.logged_by:
             self._record()
 
     def close(self) -> None:
@@ -94,3 +106,10 @@ class LateDecision:
             print(f"the decision could not be recorded: {error}", file=sys.stderr)
         if config.on_decision:
             start_command(config.on_decision, config.on_decision_seconds, decision, self._spec.directory)
+
+
+def _is_stopped(folder: Path) -> bool:
+    try:
+        return RestartPlan.read(folder).is_stopped
+    except RestartPlanError:
+        return False

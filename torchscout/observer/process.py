@@ -138,6 +138,8 @@ class ObserverProcess:
                 self._tell_trainer(item)
                 if self._late.must_end(item):  # it may be stopped, so that its threads cannot run
                     self._end_trainer_at = time.monotonic() + _ENDING_SECONDS
+                elif self._late.is_over(item):
+                    self._end_trainer_at = None
             else:
                 rounds.handle(hub, message, time.monotonic())
         except MISTAKES:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchscout.config import ObserverConfig, RecoveryConfig, StragglerConfig
-from torchscout.decision.recovery.restart_plan import RestartPlan
+from torchscout.run.restart import RestartPlan
 
 if TYPE_CHECKING:
     from torchscout.mesh import Mesh
@@ -51,8 +51,10 @@ class ObserverSpec:
     """The ranks of this machine, if the observer of the first one is its relay."""
     recovery: RecoveryConfig | None = None
     """How it decides in place of a trainer that cannot; None if it must not."""
-    plan: RestartPlan = field(default_factory=RestartPlan.first)
+    plan: RestartPlan = field(default_factory=RestartPlan)
     """The restart plan that the job began with."""
+    began: float = 0.0
+    """When the trainer began, by this machine's monotonic clock."""
     plan_folders: tuple[str, ...] = ()
     """Where restart plans are written; if there are none, nothing is carried out."""
     directory: str = "/"
@@ -75,7 +77,7 @@ class ObserverSpec:
 
     def to_json(self) -> dict[str, Any]:
         # Without the mesh, which ``asdict`` would copy number by number.
-        plain = asdict(replace(self, hub=None, mesh=None, plan=RestartPlan.first()))
+        plain = asdict(replace(self, hub=None, mesh=None, plan=RestartPlan()))
         return {**plain, "hub": self.hub, "mesh": self.mesh, "plan": self.plan.to_json()}
 
     @classmethod

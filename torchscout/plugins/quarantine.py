@@ -14,9 +14,9 @@ from typing import Any
 
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 
-from torchscout.decision.recovery.restart_plan import RestartPlan
 from torchscout.errors import RestartPlanError
 from torchscout.log import log
+from torchscout.run.restart import RestartPlan
 from torchscout.utils.identity import is_host_name
 
 __all__ = ["Quarantine"]
@@ -31,6 +31,8 @@ class Quarantine:
         """``store`` is a ``torch.distributed.Store``, ``folder`` that of the restart plan."""
         self._store, self._folder = store, folder
         self._key = f"torchscout.quarantine.{run_id}"
+        self.known = RestartPlan()
+        """The restart plan of this machine when it was read last."""
         self._published: int | None = None
         """When the plan was written that was published last, in nanoseconds."""
         self._replace("", "{}")  # reading a key that does not exist would block
@@ -38,10 +40,11 @@ class Quarantine:
     def plan(self) -> RestartPlan:
         """Return the restart plan of this machine; one that cannot be relied on is ignored."""
         try:
-            return RestartPlan.read(self._folder)
+            self.known = RestartPlan.read(self._folder)
         except RestartPlanError as error:
             log.warning("%s; it is ignored", error)
-            return RestartPlan.first()
+            self.known = RestartPlan()
+        return self.known
 
     def publish_new(self) -> None:
         """Publish the plan if it was written since: observers may decide after the agent has begun to wait;
@@ -52,14 +55,14 @@ class Quarantine:
             return
         if written != self._published:
             self._published = written
-            self.publish(self.plan())
+            self.publish(self.plan().reasons())
 
-    def publish(self, plan: RestartPlan) -> bool:
-        """Add the plan's excluded machines for all agents; return whether any of them is new."""
+    def publish(self, machines: Mapping[str, str]) -> bool:
+        """Quarantine machines, each for its reason, for all agents; return whether any of them is new."""
         stored = self._get()
         for _ in range(_MOST_TRIES):  # other agents may write at the same time
             known = _parsed(stored)
-            if not (new := {host: why for host, why in plan.reasons().items() if host not in known}):
+            if not (new := {host: why for host, why in machines.items() if host not in known}):
                 return False
             wanted = json.dumps({**known, **new})
             stored = self._replace(stored.decode(), wanted)

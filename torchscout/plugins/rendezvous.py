@@ -1,4 +1,4 @@
-"""``torchrun --rdzv-backend=scout``: torch's dynamic rendezvous, without quarantined machines.
+"""``torchrun --rdzv-backend=scout``: torch's dynamic rendezvous, without machines that are known to be bad.
 
 [Note: who joins] Torch's agents meet in rounds. When workers fail, every agent leaves the round; when all
 have left, the next round opens, and the first ``max_nodes`` agents that join run the job. These rules are
@@ -10,6 +10,9 @@ added:
   before there was a verdict, their observers write the plan later, and the agent publishes it while it waits.
 - An agent that was not in the last round, a standby, joins a new one later than those that were: their
   machines have the job's state in memory.
+- An agent whose machine needs a preflight runs it before it joins the next round. Meanwhile a standby may
+  take its place. If the preflight finds a fault, the machine is quarantined; if it cannot decide, the machine
+  joins.
 - An agent for which there is no place waits without a time limit. Torch does not park one that was on the
   wait list when the round filled up: it would restart the full job for it again and again, and at last let
   it time out and close the job's rendezvous.
@@ -18,8 +21,12 @@ added:
 from __future__ import annotations
 
 import atexit
+import json
 import os
 import shutil
+import signal
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -28,6 +35,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
     RendezvousConnectionError,
@@ -41,9 +49,10 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous import c10d_rendezvous_backend as c10d
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous as dynamic
 
-from torchscout.decision.recovery.restart_plan import FOLDER_VARIABLE, RestartPlan
+from torchscout.decision.types import Action, Decision
 from torchscout.log import log, show_by_default
 from torchscout.plugins.quarantine import Quarantine
+from torchscout.run.restart import FOLDER_VARIABLE, RestartPlan
 from torchscout.utils._torch import RendezvousAction, RendezvousJoin
 from torchscout.utils.identity import host_name
 from torchscout.utils.text import listed
@@ -56,12 +65,18 @@ _STANDBY_SECONDS = 3.0
 """How much later a standby joins: the others notice within a second that a round is open."""
 _REPORT_SECONDS = 10.0
 """After this time without enough machines, the log says so."""
+_PREFLIGHT_SECONDS = 60
+_PREFLIGHT_LIMIT = 600.0
+"""How much longer a preflight may take to start and to end. It ends itself much earlier."""
+_HOST_RANKS = 3
+"""Ranks of a preflight on a machine without accelerators: as few as can outvote one."""
 
 
 def create_handler(parameters: RendezvousParameters) -> ScoutRendezvous:
-    """Make the handler of one agent, with the options of torch's ``c10d`` backend and ``plan``.
+    """Make the handler of one agent, with the options of torch's ``c10d`` backend and two more.
 
-    Workers get the folder of the restart plan in an environment variable. By default it is a new folder.
+    ``plan`` is the folder of the restart plan, by default a new one; workers get it in an environment
+    variable. ``preflight`` is for how many seconds a preflight repeats its work.
     """
     show_by_default()
     folder = parameters.get("plan") or os.environ.get(FOLDER_VARIABLE)
@@ -73,15 +88,17 @@ def create_handler(parameters: RendezvousParameters) -> ScoutRendezvous:
     backend, store = c10d.create_backend(parameters)
     inner = dynamic.create_handler(store, backend, parameters)
     quarantine = Quarantine(store, parameters.run_id, folder)
-    return ScoutRendezvous(inner, quarantine, RestartPlan.path(folder), parameters.endpoint)
+    handler = ScoutRendezvous(inner, quarantine, RestartPlan.path(folder), parameters.endpoint)
+    handler.preflight_seconds = parameters.get_as_int("preflight", _PREFLIGHT_SECONDS) or _PREFLIGHT_SECONDS
+    return handler
 
 
 _ENDS = (RendezvousClosedError, RendezvousGracefulExitError)
 """What torch raises when a job has ended."""
 
 
-class _QuarantinedError(RendezvousError):
-    """This machine must not join."""
+class _MustNotJoinError(RendezvousError):
+    """This machine is quarantined, or needs a preflight first."""
 
 
 class ScoutRendezvous(RendezvousHandler):
@@ -92,7 +109,10 @@ class ScoutRendezvous(RendezvousHandler):
     ) -> None:
         self._inner, self._quarantine = inner, quarantine
         self._plan_path, self._endpoint = plan_path, endpoint
+        self.preflight_seconds = _PREFLIGHT_SECONDS
         self._host = host_name()
+        self._preflights = 0
+        """How many preflights of this machine have been run."""
         self._round: int | None = None
         """The last round that this agent was in."""
         self._is_outside = False
@@ -142,8 +162,11 @@ class ScoutRendezvous(RendezvousHandler):
                 self._open_since, self._waits_since = None, time.monotonic()
                 try:
                     info = self._inner.next_rendezvous()
-                except _QuarantinedError:
-                    self._wait_for_end()
+                except _MustNotJoinError:
+                    if (decision := self._due_preflight()) is None:
+                        self._wait_for_end()
+                    else:
+                        self._run_preflight(decision)
                     continue
                 self._round, self._is_outside, self._is_standby = self._state.round, False, False
                 return info
@@ -155,9 +178,29 @@ class ScoutRendezvous(RendezvousHandler):
                 f"An earlier run decided: {plan.sentence} To start the job again, correct the cause and "
                 f"remove the restart plan on every machine: {self._plan_path}."
             )
-        if self._quarantine.publish(plan) and self._round is None:
+        if self._quarantine.publish(plan.reasons()) and self._round is None:
             # In the first round, agents that do not have the plan may have joined before: they leave now.
             time.sleep(2 * _POLL_SECONDS)
+
+    def _due_preflight(self) -> Decision | None:
+        """Return the decision that asks for a preflight of this machine, until it has run."""
+        restarts = self._quarantine.known.restarts
+        asked = [each for each in restarts if each.action is Action.PREFLIGHT and self._host in each.hosts]
+        is_due = len(asked) > self._preflights and asked[-1] is restarts[-1]
+        return asked[-1] if is_due and self._host not in self._quarantine.hosts() else None
+
+    def _run_preflight(self, decision: Decision) -> None:
+        """Check the devices of this machine; quarantine it if one of them is at fault."""
+        log.warning("this machine, %s, runs a preflight before it joins. %s", self._host, decision.sentence)
+        self._preflights += 1
+        run_dir = self._plan_path.parent / f"preflight-{self._host}-{self._preflights}"
+        status, found = preflight(self.preflight_seconds, run_dir)
+        if status == 0:
+            log.info("the preflight of this machine, %s, found nothing", self._host)
+        elif status == 1:
+            self._quarantine.publish({self._host: f"Its preflight failed: {found}"})
+        else:
+            log.warning("the preflight of this machine, %s, decided nothing: %s", self._host, found)
 
     def _wait_for_end(self) -> None:
         """Wait while this machine is quarantined; raises ``RendezvousClosedError`` at the job's end."""
@@ -180,7 +223,8 @@ class ScoutRendezvous(RendezvousHandler):
         quarantined = self._quarantine.hosts()
         is_participant = node in state.participants
         is_full = len(state.participants) >= context.settings.max_nodes
-        if self._host in quarantined and not (is_participant and state.complete):
+        must_not_join = self._host in quarantined or self._due_preflight() is not None
+        if must_not_join and not (is_participant and state.complete):
             self._is_outside = True
             return _leaving(state, node)
         must_wait = not (is_participant or state.complete) and self._must_let_others_join(state.round)
@@ -250,14 +294,37 @@ class ScoutRendezvous(RendezvousHandler):
 
 
 def _leaving(state: Any, node: Any) -> Any:
-    """How a quarantined agent gives up its place in an open round; raises when it has none."""
+    """How an agent that must not join gives up its place in an open round; raises when it has none."""
     if node in state.participants:
         return RendezvousAction.REMOVE_FROM_PARTICIPANTS
     if node in state.wait_list:
         return RendezvousAction.REMOVE_FROM_WAIT_LIST
     if node in state.redundancy_list:
         return RendezvousAction.REMOVE_FROM_REDUNDANCY_LIST
-    raise _QuarantinedError
+    raise _MustNotJoinError
+
+
+def preflight(seconds: float, run_dir: Path) -> tuple[int, str]:
+    """Run ``scout preflight`` on the devices of this machine; return its exit status and what it found."""
+    ranks = torch.cuda.device_count() or _HOST_RANKS
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    command = [sys.executable, "-m", "torchscout", "preflight", f"--seconds={seconds}", "--json"]
+    command += [f"--run-dir={run_dir}", "--"]
+    environment = {name: value for name, value in os.environ.items() if name != FOLDER_VARIABLE}
+    with subprocess.Popen(
+        [*command, *launcher], stdout=subprocess.PIPE, env=environment, start_new_session=True
+    ) as process:
+        try:
+            output, _ = process.communicate(timeout=seconds + _PREFLIGHT_LIMIT)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            return 2, "it did not end"
+    try:
+        report = json.loads(output)
+    except ValueError:
+        return 2, f"it ended with status {process.returncode} and without a report"
+    sentences = [*(each["sentence"] for each in report["incidents"]), *report["reasons"]]
+    return process.returncode, " ".join(sentences)
 
 
 class _Executor:

@@ -13,20 +13,19 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torchscout.communicators import Communicators, Job
 from torchscout.config import RecoveryConfig
+from torchscout.decision.policy import decide, is_allowed
 from torchscout.decision.records.recorder import record_one
-from torchscout.decision.recovery.command import start_command
-from torchscout.decision.recovery.policy import decide, is_allowed
-from torchscout.decision.recovery.restart_plan import FOLDER_VARIABLE, RestartPlan, write_plans
 from torchscout.decision.types import Action, Decision, Incident
 from torchscout.errors import RestartPlanError, ScoutError
 from torchscout.log import log
 from torchscout.observer.record.directory import End, RankEntry
+from torchscout.run.restart import FOLDER_VARIABLE, RestartPlan, start_command, write_plans
 from torchscout.utils.text import listed
 
 if TYPE_CHECKING:
@@ -55,6 +54,7 @@ class Recovery:
     checkpoints: CheckpointManager | None
     was_restarted: bool = False
     """Whether a restart plan or torchrun says so, on any rank."""
+    began: float = field(default_factory=time.monotonic)
     exit: Callable[[int], object] = os._exit
     leaving: Decision | None = None
     """The decision because of which this process is about to leave."""
@@ -79,7 +79,7 @@ class Recovery:
         Raises ``ScoutError`` on every rank if an earlier run decided to stop the job.
         """
         folder = folder or os.environ.get(FOLDER_VARIABLE)
-        plan = RestartPlan.first()
+        plan = RestartPlan()
         try:
             plan = plan if folder is None else RestartPlan.read(Path(folder))
         except RestartPlanError as error:
@@ -121,7 +121,10 @@ class Recovery:
         """Decide about an incident, and end this process if the job is to restart."""
         # A job without SCOUT's checkpoints restarts from its own, which are not SCOUT's to judge.
         has_verified = self.checkpoints is None or self.checkpoints.has_verified()
-        decision = decide(incident, self.plan.restarts, self.config, has_verified=has_verified)
+        seconds = time.monotonic() - self.began
+        decision = decide(
+            incident, self.plan.restarts, self.config, has_verified=has_verified, seconds=seconds
+        )
         is_carried_out = self.can_act and is_allowed(decision, self.config)
         named = [(rank, self.job.devices[rank]) for rank in decision.ranks if rank < len(self.job.devices)]
         devices = tuple(f"rank {rank}: {device}" for rank, device in named if device)

@@ -20,7 +20,7 @@ from torchscout.replay.recipes.replicated_state import ReplicatedStateRecipe
 if TYPE_CHECKING:
     from tests.scenarios.test_corruption import Check, Job, Value, Values
 
-ACTIONS = {Action.REPLACE: "replace", Action.INSPECT: "preflight"}  # there is no preflight yet
+ACTIONS = {Action.REPLACE: "replace", Action.PREFLIGHT: "preflight"}
 ABOUT = {
     "the state itself differs": "state",
     "not all peers received the same input": "input",

@@ -47,7 +47,13 @@ if TYPE_CHECKING:
 
 preload("tests.scenarios.today.jobs")
 ROOT = Path(__file__).parents[3]
-ACTIONS = {Action.RESTART: "restart", Action.INSPECT: "inspect", Action.REPLACE: "replace"}
+ACTIONS = {
+    Action.RESTART: "restart",
+    Action.INSPECT: "inspect",
+    Action.PREFLIGHT: "preflight",
+    Action.REPLACE: "replace",
+    Action.STOP: "stop",
+}
 PATIENT = {"round_deadline_seconds": 10.0, "failover_seconds": 10.0, "grace_seconds": 20.0}
 """Nothing depends on how soon an observer or a hub answers, since a test machine may be busy."""
 SLOW_SECONDS = 0.25

@@ -16,8 +16,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torchscout.observer.rounds.diagnosis import conclude
-from torchscout.observer.rounds.rank_report import RankReport
 
 from tests.support.ranks import RankError, run_ranks
 from tests.support.small_job import until
@@ -28,9 +26,9 @@ from torchscout.checkpoint.trust.selection import select_checkpoint
 from torchscout.communicators import Job
 from torchscout.config import StragglerConfig
 from torchscout.decision.consensus import Status, Verdict, exact, statistical
-from torchscout.decision.progress import CommGroup, IssuedOp, Phase, Process, Progress, RankStatus
+from torchscout.decision.hang import Round, diagnose
+from torchscout.decision.progress import CommGroup, IssuedOp, Phase, Process, Progress, RankReport, Window
 from torchscout.decision.records.recorder import IncidentLog
-from torchscout.decision.recovery.restart_plan import RestartPlan
 from torchscout.decision.sdc import SdcDiagnosis
 from torchscout.decision.straggler.diagnosis import PhaseDiagnosis
 from torchscout.decision.straggler.ranks import RankStragglers
@@ -38,6 +36,7 @@ from torchscout.decision.types import Action, EvidenceRecord, Incident, Manifest
 from torchscout.mesh import Mesh
 from torchscout.observer.late_decision import LateDecision
 from torchscout.observer.spec import ObserverSpec
+from torchscout.run.restart import RestartPlan
 from torchscout.session import recovery
 from torchscout.session.recovery import EXIT_STATUS, Recovery
 
@@ -48,26 +47,28 @@ WORDS = {
     Action.CONTINUE: "continue",
     Action.RESTART: "restart",
     Action.INSPECT: "inspect",
+    Action.PREFLIGHT: "preflight",
     Action.REPLACE: "replace",
     Action.STOP: "stop",
 }
 ACTIONS = {word: action for action, word in WORDS.items()}
-KINDS = {"straggler": Manifestation.STRAGGLER, "sdc": Manifestation.SDC}
+KINDS = {each.value: each for each in Manifestation}
 SURFACES = {"crash": "process", "divergence": "fingerprint/world", "sdc": "layer.3/output"}
+DAY = 86_400.0
 
 
 def done(history: History, folder: Path, *, by_observer: bool = False) -> list[str]:
-    """Let one life of the job after the other suffer its incident; return what is done about each.
-
-    Of ``Event``, today's policy can be given neither ``day`` nor ``step_takes``.
-    """
+    """Let one life of the job after the other suffer its incident; return what is done about each."""
     answers: list[str] = []
+    restarted = 0
     for life, event in enumerate(history.events):
         worker = _worker(event.machines, folder, life, history)
+        worker.began = time.monotonic() - DAY * (event.day - restarted)
         if not event.resuming:
             worker.plan_was_used()
         handle = _handled_by_observer if by_observer else _handled
         answers.append(handle(worker, incident_of(event)))
+        restarted = event.day if answers[-1] != "nothing" else restarted
         if RestartPlan.read(folder).is_stopped:
             break  # there is no next life
     return answers
@@ -148,8 +149,6 @@ def agreed(seen: Seen, folder: Path, permissions: Sequence[Collection[str]]) -> 
     """Return the action of the incident that is concluded, and what is done about it with each permission."""
     incident = _concluded(seen)
     answers = [WORDS[incident.action]]
-    if (incident.manifestation, incident.action) == (Manifestation.SDC, Action.INSPECT):
-        answers = ["preflight"]  # which is no action yet
     for number, act in enumerate(permissions):
         settings = SimpleNamespace(act=act, restart_costs=None, has_verified=True)
         answers.append(_handled(_worker(seen.machines, folder / str(number), 0, settings), incident))
@@ -185,6 +184,7 @@ def _handled_by_observer(worker: Recovery, incident: Incident) -> str:
         config=ObserverConfig(),
         recovery=worker.config,
         plan=worker.plan,
+        began=worker.began,
         plan_folders=tuple(map(str, worker.plan_folders)),
     )
     late = LateDecision(spec)
@@ -217,24 +217,25 @@ def incident_of(event: Event) -> Incident:
         f"time/{event.work}" if finding.kind == "straggler" else SURFACES.get(finding.kind, "coordinate")
     )
     status = Status.INCONCLUSIVE if event.undecided else Status.ATTRIBUTED
+    kind = KINDS.get(finding.kind, Manifestation.HANG)
     record = EvidenceRecord(
         step=0 if event.resuming else event.step,
         surface=surface,
-        manifestation=KINDS.get(finding.kind, Manifestation.HANG),
+        manifestation=kind,
         peers=ranks,
         verdict=Verdict(status, outliers, times),
     )
     others = replace(record, verdict=Verdict(Status.AGREE, (), (10.0,) * len(ranks)))
     return Incident(
-        manifestation=record.manifestation,
+        manifestation=kind,
         scope=Scope(finding.scope.replace(" ", "_")),
         step=record.step,
         ranks=finding.ranks,
         hosts=tuple(dict.fromkeys(event.machines[rank] for rank in finding.ranks)),
         records=(others, record) if event.others_first else (record,),
-        # Today's incidents call for a restart where ranks communicate different things.
-        action=Action.RESTART if finding.kind == "divergence" else ACTIONS[finding.action],
+        action=ACTIONS[finding.action],
         sentence="Something happened.",
+        slowdown=event.step_takes if kind is Manifestation.STRAGGLER else None,
     )
 
 
@@ -295,8 +296,8 @@ def _stopped(seen: Seen, mesh: Mesh) -> Incident:
         issued = 4 if is_named and seen.what in ("late", "stopped by a signal", "ended") else 5
         kind = 8 if is_named and seen.what == "another operation" else 7
         prints = {number: kind if number == 5 else 7 for number in range(1, issued + 1)}
-        recent = tuple(
-            IssuedOp("world", number, each, number * each, str(each)) for number, each in prints.items()
+        recent = Window(
+            [IssuedOp("world", number, each, number * each, str(each)) for number, each in prints.items()]
         )
         progress = Progress(
             rank=rank,
@@ -308,14 +309,13 @@ def _stopped(seen: Seen, mesh: Mesh) -> Incident:
             at_communication=issued == 5,
             silent_seconds=6.0,
         )
-        process, gone = Process.RUNNING, None
+        report = RankReport(rank, progress=progress, groups=(line,), stack="File ...")
         if is_named and seen.what == "stopped by a signal":
-            process = Process.STOPPED
+            report = replace(report, process=Process.STOPPED)
         if is_named and seen.what == "ended":
-            process, gone = Process.GONE, 1.0
+            report = replace(report, process=Process.GONE, gone_seconds=1.0, how="unknown")
         if not (is_named and seen.what == "unreachable"):
-            status = RankStatus(rank, process, progress, stack="File ...")
-            reports[rank] = RankReport(status, (line,), gone_seconds=gone)
-    incident = conclude(reports, mesh, insistent=True)
-    assert incident is not None
+            reports[rank] = report
+    missing = {*range(len(mesh))} - reports.keys()
+    (incident,) = diagnose(Round(reports, mesh, is_repeat=True, confirmed=missing)).incidents
     return incident

@@ -29,7 +29,6 @@ from torchscout.cli.main import app
 from torchscout.config import StragglerConfig
 from torchscout.decision.consensus import exact, statistical
 from torchscout.decision.records.recorder import JsonlRecorder, SummaryRecorder, record_one
-from torchscout.decision.recovery.restart_plan import RestartPlan
 from torchscout.decision.types import (
     Action,
     EvidenceRecord,
@@ -41,6 +40,7 @@ from torchscout.decision.types import (
 from torchscout.observer.record.directory import End, RankEntry
 from torchscout.preflight.runner import Preflight
 from torchscout.preflight.workload import Workload
+from torchscout.run.restart import RestartPlan
 from torchscout.session.ending import add_run, mark_recovered
 from torchscout.utils.identity import HOST_VARIABLES
 

@@ -57,6 +57,7 @@ ACTIONS = {
     Action.INSPECT: "inspect",
     Action.PREFLIGHT: "preflight",
     Action.REPLACE: "replace",
+    Action.STOP: "stop",
 }
 TORCH = "/env/lib/python3.11/site-packages/torch"
 WAITS, WORKS, UNCLEAR = (

@@ -50,7 +50,8 @@ LAYOUTS = {
 ACTIONS = {
     Action.CONTINUE: "continue",
     Action.RESTART: "restart",
-    Action.INSPECT: "preflight",  # what the target calls it
+    Action.INSPECT: "inspect",
+    Action.PREFLIGHT: "preflight",
     Action.REPLACE: "replace",
     Action.STOP: "stop",
 }

@@ -41,7 +41,8 @@ class Selection:
 def select_checkpoint(failure: Failure, gate: CheckpointGate) -> Selection:
     """Select the checkpoint to load after this failure, when trainers are blocked or gone."""
     if why := _out_of_question(gate) or _DISTRUSTED.get(failure):
-        return _verified(gate, why)
+        # The machine that computed wrong numbers may not have been named, and run this job again.
+        return replace(_verified(gate, why), is_swept=failure is Failure.SDC)
     if failure is Failure.STRAGGLER:
         return _latest(gate, "slowness does not affect the numbers")
     if gate.latest == gate.verified:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -17,10 +17,11 @@ from torchscout.checkpoint.trust.selection import SweepResult
 from torchscout.communicators import Communicators, PeerCommunicator
 from torchscout.config import ReplayConfig
 from torchscout.decision.ownership import Ownership
+from torchscout.decision.policy import step_slowdown
 from torchscout.decision.records.recorder import Recorder, SummaryRecorder
 from torchscout.decision.sdc import OpenIncidents, SdcDiagnosis
 from torchscout.decision.straggler.measured import Measured
-from torchscout.decision.types import EvidenceRecord, Incident, from_json
+from torchscout.decision.types import EvidenceRecord, Incident, Manifestation, from_json
 from torchscout.log import log
 from torchscout.mesh import LayerKind, Mesh
 from torchscout.replay.finite import FINITE, FiniteState, not_finite
@@ -172,6 +173,7 @@ class ReplayDriver:
     def start_after(self, step: int) -> None:
         """Continue from a checkpoint of this step; captures that began before it was loaded are dropped."""
         self._replayer.abandon()
+        self._pace.start_over()
         self._rotation.start_after(step)
         self._begin(step + 1)
 
@@ -214,6 +216,7 @@ class ReplayDriver:
         assert compared is not None, "every check calls _doubted"
         if compared.doubted:
             compared = self._exchange(step, findings, findings.measured, is_final=True)
+        self._pace.has_replayed(step)
         self._certify(step, compared, check)
         self._pace.check_took(self._now() - began, check.paths, findings.on_shapes)
         self._guard(self._report_coverage)
@@ -324,6 +327,7 @@ class ReplayDriver:
         self._adopt(agreed["settings"])
         self._rotation.move_to(agreed["rotation"], self._config.intervals, step)
         self._times.start_over()
+        self._pace.start_over()
         self._replayer.warm_up_again()
         gates = self._communicators.exchange(self._certifier.state())
         self._guard(lambda: self._certifier.agree(gates))
@@ -412,9 +416,11 @@ class ReplayDriver:
 
     def _report(self, own: Sequence[Incident]) -> None:
         """Record the incidents that this rank reports; its peers have concluded the same."""
-        self._found += own
-        for incident in own:
-            self._recorder.record(incident)
+        for each in own:
+            is_slow = each.manifestation is Manifestation.STRAGGLER
+            slowdown = step_slowdown(each, self._pace.steps) if is_slow else None
+            self._found.append(replace(each, slowdown=slowdown))
+            self._recorder.record(self._found[-1])
 
     def _share_incidents(self, were_found: bool) -> None:
         """Pass the incidents of all ranks to ``on_incidents``, if any rank has found one."""

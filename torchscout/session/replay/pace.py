@@ -6,6 +6,7 @@ Ranks measure different times. Each votes with its own, and the most cautious vo
 from __future__ import annotations
 
 import time
+from collections import deque
 from typing import NamedTuple
 
 import torch
@@ -17,6 +18,8 @@ __all__ = ["EXPERTS", "Pace", "PaceVote"]
 
 EXPERTS = "experts"
 """The recipe that goes through a catalog of shapes; only an accepted check advances it."""
+_REMEMBERED = 64
+"""Intervals between checks."""
 
 
 class PaceVote(NamedTuple):
@@ -35,6 +38,23 @@ class Pace:
         """``paths`` are the expert shapes in a cycle of this rank."""
         self._device, self._paths = device, paths
         self._budget = OverheadBudget()
+        self.steps: deque[tuple[int, float]] = deque(maxlen=_REMEMBERED)
+        """The milliseconds of a step between each two checks, with the step of the second one. A check waits
+        for the device, which the host may be ahead of in between."""
+        self._last_check: tuple[int, float] | None = None
+
+    def start_over(self) -> None:
+        """Forget how long steps took: the job has loaded a checkpoint, or had no checks for some time."""
+        self.steps.clear()
+        self._last_check = None
+
+    def has_replayed(self, step: int) -> None:
+        """Note how long steps have taken since the last check."""
+        now = time.monotonic()
+        if self._last_check is not None:
+            last, since = self._last_check
+            self.steps.append((step, 1000 * (now - since) / (step - last)))
+        self._last_check = step, now
 
     def now(self, config: ReplayConfig) -> float:
         """The time; with a budget, not before the device has finished the work of training."""

@@ -1,24 +1,35 @@
-"""The file by which the workers of a restarted job learn why it was restarted and what to avoid.
+"""What outlives the workers of a job that restarts: the restart plan, and the operator's command.
 
-It lies in the folder of the job's checkpoints, owner-only, and holds data alone: names of machines, numbers
-and sentences. A file that is damaged, too large or of another version is refused as a whole.
+The plan is the file by which the next workers learn why the job was restarted and what to avoid. It lies in
+the folder of the job's checkpoints, owner-only, and holds data alone: names of machines, numbers and
+sentences. A file that is damaged, too large or of another version is refused as a whole.
+
+``RecoveryConfig.on_decision`` is a command that reads a decision from its standard input. A process in
+between waits for it and limits its time, so that the worker neither waits for it nor has to outlive it. That
+process has a session of its own, because a launcher ends a worker with its process group.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from torchscout.decision.policy import RESTARTS
 from torchscout.decision.types import Action, Decision, Failure, from_json
 from torchscout.errors import RestartPlanError
+from torchscout.log import PREFIX, log
+from torchscout.utils import child_process
 from torchscout.utils.identity import is_host_name
 from torchscout.utils.private_files import make_folders, open_private, replace_text
 
-__all__ = ["FOLDER_VARIABLE", "SCHEMA", "RestartPlan", "is_same", "is_stopped", "write_plans"]
+__all__ = ["FOLDER_VARIABLE", "SCHEMA", "RestartPlan", "is_same", "start_command", "write_plans"]
 
 _NAME = "restart-plan.json"
 FOLDER_VARIABLE = "TORCHSCOUT_PLAN"
@@ -32,26 +43,28 @@ _MAX_RESTARTS = 64
 _MAX_TEXT = 1024
 _LEAST_TRUST = (Failure.STRAGGLER, Failure.OTHER, Failure.HANG, Failure.MACHINES_GONE, Failure.SDC)
 """From the failure after which most checkpoints can be trusted to that with the fewest."""
-_RESTARTS = (Action.RESTART, Action.REPLACE, Action.STOP)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestartPlan:
-    """Why a job was restarted, and what its next workers do differently."""
+    """Why a job was restarted, and what its next workers do differently. The default is that of a new job."""
 
-    failure: Failure
+    failure: Failure = Failure.OTHER
     """Determines the checkpoint that ``session.resume()`` loads."""
-    excluded: tuple[str, ...]
+    excluded: tuple[str, ...] = ()
     """Machines that must not be used."""
-    sentence: str
-    """The decision, in words."""
-    restarts: tuple[Decision, ...]
+    sentence: str = ""
+    """The decision, in words, until its checkpoint has been loaded."""
+    restarts: tuple[Decision, ...] = ()
     """All restarts of the job so far, oldest first; the last one is this one."""
-    is_stopped: bool = False
-    """Whether the job must not run again before someone removes the plan."""
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether the job must not run again before someone removes the plan."""
+        return any(each.action is Action.STOP for each in self.restarts)
 
     def after(self, decision: Decision) -> RestartPlan:
-        """The plan for a decision that restarts the job."""
+        """Return the plan for a decision that restarts or stops the job."""
         replaced = decision.hosts if decision.action is Action.REPLACE else ()
         # A plan that was not used yet still holds: the failure that trusts less decides.
         failures = (decision.failure, self.failure) if self.sentence else (decision.failure,)
@@ -60,7 +73,19 @@ class RestartPlan:
             excluded=tuple(dict.fromkeys((*self.excluded, *replaced))),
             sentence=decision.sentence[:_MAX_TEXT],
             restarts=(*self.restarts, decision)[-_MAX_RESTARTS:],
-            is_stopped=decision.action is Action.STOP,
+        )
+
+    def used(self) -> RestartPlan:
+        """Return the plan after its checkpoint has been loaded, when its failure no longer applies."""
+        return replace(self, failure=Failure.OTHER, sentence="")
+
+    def including(self, other: RestartPlan) -> RestartPlan:
+        """Return this plan with the restarts and excluded machines of another one that it does not know."""
+        unknown = (each for each in other.restarts if not any(is_same(each, own) for own in self.restarts))
+        return replace(
+            self,
+            excluded=tuple(dict.fromkeys((*other.excluded, *self.excluded))),
+            restarts=(*unknown, *self.restarts)[-_MAX_RESTARTS:],
         )
 
     def reasons(self) -> dict[str, str]:
@@ -71,38 +96,6 @@ class RestartPlan:
                 why |= {host: decision.sentence for host in decision.hosts if host in why}
         return why
 
-    def including(self, other: RestartPlan) -> RestartPlan:
-        """This plan with the restarts and excluded machines of another one that it does not know.
-
-        Of one decision, a trainer may know more than an observer: its devices.
-        """
-        known = {_essence(each) for each in self.restarts}
-        unknown = tuple(each for each in other.restarts if _essence(each) not in known)
-        return replace(
-            self,
-            excluded=tuple(dict.fromkeys((*other.excluded, *self.excluded))),
-            restarts=(*unknown, *self.restarts)[-_MAX_RESTARTS:],
-            is_stopped=self.is_stopped or other.is_stopped,
-        )
-
-    def used(self) -> RestartPlan:
-        """The plan after its checkpoint has been loaded, when its failure no longer applies."""
-        return replace(self, failure=Failure.OTHER, sentence="")
-
-    @classmethod
-    def first(cls) -> RestartPlan:
-        """The plan of a job that has not been restarted."""
-        return cls(failure=Failure.OTHER, excluded=(), sentence="", restarts=())
-
-    @staticmethod
-    def path(folder: Path) -> Path:
-        return folder / _NAME
-
-    def write(self, folder: Path) -> None:
-        """Replace the plan in this folder; raises ``OSError`` if that fails."""
-        make_folders(folder)
-        replace_text(self.path(folder), json.dumps(self.to_json()) + "\n")
-
     def to_json(self) -> dict[str, Any]:
         return {
             "schema": SCHEMA,
@@ -110,7 +103,6 @@ class RestartPlan:
             "excluded": [*self.excluded],
             "sentence": self.sentence,
             "restarts": [each.to_json() for each in self.restarts],
-            "is_stopped": self.is_stopped,
         }
 
     @classmethod
@@ -118,15 +110,16 @@ class RestartPlan:
         """Read what ``to_json`` returned; raises ``ValueError``, ``KeyError`` or ``TypeError`` otherwise."""
         if not isinstance(document, dict) or document.get("schema") != SCHEMA:
             raise ValueError(f"not a restart plan of version {SCHEMA}")
-        if not isinstance(is_stopped := document["is_stopped"], bool):
-            raise ValueError(f"is_stopped must be true or false, got {is_stopped!r:.80}")
         return cls(
             failure=Failure(document["failure"]),
             excluded=tuple(_text(each) for each in _list(document["excluded"])),
             sentence=_text(document["sentence"]),
             restarts=tuple(_restart(each) for each in _list(document["restarts"], _MAX_RESTARTS)),
-            is_stopped=is_stopped,
         )
+
+    @staticmethod
+    def path(folder: Path) -> Path:
+        return folder / _NAME
 
     @classmethod
     def read(cls, folder: Path) -> RestartPlan:
@@ -139,7 +132,7 @@ class RestartPlan:
             with os.fdopen(open_private(path, os.O_RDONLY), "rb") as file:
                 content = file.read(_MAX_BYTES + 1)
         except FileNotFoundError:
-            return cls.first()
+            return cls()
         except OSError as error:
             raise RestartPlanError(path, error.strerror or str(error)) from error
         if len(content) > _MAX_BYTES:
@@ -148,6 +141,11 @@ class RestartPlan:
             return cls.from_json(json.loads(content, parse_constant=_refused))
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise RestartPlanError(path, f"{type(error).__name__}: {error}") from error
+
+    def write(self, folder: Path) -> None:
+        """Replace the plan in this folder; raises ``OSError`` if that fails."""
+        make_folders(folder)
+        replace_text(self.path(folder), json.dumps(self.to_json()) + "\n")
 
 
 def write_plans(plan: RestartPlan, folders: Iterable[Path]) -> list[str]:
@@ -168,30 +166,19 @@ def write_plans(plan: RestartPlan, folders: Iterable[Path]) -> list[str]:
     return problems
 
 
-def is_stopped(folder: Path) -> bool:
-    """Whether the plan in this folder stops the job."""
-    try:
-        return RestartPlan.read(folder).is_stopped
-    except RestartPlanError:
-        return False
-
-
 def is_same(decision: Decision, other: Decision) -> bool:
-    """Whether they are one decision, though a trainer may know more about it than an observer."""
-    return _essence(decision) == _essence(other)
-
-
-def _essence(decision: Decision) -> tuple[Any, ...]:
-    return decision.step, decision.action, decision.ranks, decision.sentence
+    """Whether they are one decision: a trainer may know more about it than an observer, such as devices."""
+    names = ("step", "action", "ranks", "sentence")
+    return all(getattr(decision, name) == getattr(other, name) for name in names)
 
 
 def _restart(document: Any) -> Decision:
     decision = from_json(document) if isinstance(document, dict) else None
-    if not isinstance(decision, Decision) or decision.action not in _RESTARTS:
+    if not isinstance(decision, Decision) or decision.action not in (*RESTARTS, Action.STOP):
         raise ValueError(f"not a decision to restart: {document!r:.80}")
-    for number in (decision.step, *decision.ranks):
-        if type(number) is not int or number < 0:
-            raise ValueError(f"not a step or a rank: {number!r:.80}")
+    for number in (decision.step, decision.seconds, *decision.ranks):
+        if number < 0:
+            raise ValueError(f"not a step, a time or a rank: {number}")
     for text in (decision.sentence, *decision.hosts, *decision.devices):
         _text(text)
     return decision
@@ -211,3 +198,47 @@ def _list(value: Any, most: int = 1 << 17) -> list[Any]:
     if not isinstance(value, list) or len(value) > most:
         raise ValueError(f"not a list of at most {most} entries: {value!r:.80}")
     return value
+
+
+_started: list[subprocess.Popen[bytes]] = []
+
+
+def start_command(
+    command: Sequence[str], seconds: float, decision: Decision, folder: Path | str | None = None
+) -> None:
+    """Start the command in a folder, by default the current one, and return at once. What goes wrong with it
+    is logged, and changes nothing else."""
+    _started[:] = [each for each in _started if each.poll() is None]
+    try:
+        # A file, because writing to a pipe would wait for a command that does not read.
+        with tempfile.TemporaryFile() as document:
+            document.write(json.dumps(decision.to_json()).encode() + b"\n")
+            document.seek(0)
+            arguments = (str(seconds), str(folder or Path.cwd()), *command)
+            between = subprocess.Popen(
+                child_process.command(__name__, *arguments),
+                stdin=document,
+                stdout=sys.__stderr__,
+                cwd="/",
+                start_new_session=True,
+            )
+    except OSError as error:
+        log.warning("on_decision: %s could not be started: %s", command[0], error)
+        return
+    _started.append(between)
+
+
+def _wait(seconds: str, folder: str, *command: str) -> None:
+    try:
+        status = subprocess.run(command, cwd=folder, timeout=float(seconds), check=False).returncode
+        problem = f"ended with status {status}" if status else None
+    except subprocess.TimeoutExpired:
+        problem = f"was ended after {seconds} s"
+    except (OSError, ValueError) as error:
+        problem = f"could not be started: {error}"
+    if problem is not None:
+        print(f"{PREFIX} on_decision: {command[0]} {problem}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    _wait(*sys.argv[3:])  # after what ``child_process.command`` needs itself

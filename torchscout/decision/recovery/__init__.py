@@ -1,1 +1,0 @@
-"""What to do about an incident, and what a restarted job must know."""
