@@ -165,6 +165,8 @@ class Recovery:
             self._report(decision)
         for problem in write_plans(self.plan.after(decision), self.plan_folders):
             log.warning("%s", problem)
+        self._record_end(decision)
+        self.tell_observer()
 
     def plan_was_used(self) -> None:
         """Note that this run has loaded the checkpoint that the plan asks for; the history stays."""
