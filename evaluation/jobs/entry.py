@@ -10,8 +10,6 @@ from typing import Literal
 from evaluation.jobs.job import Job
 
 Flip = Literal["named", "reported"]
-GROUP_IS_NAMED = {"diverging": "a deadlock through several process groups names the group"}
-"""``Entry.wrong_today`` of jobs in which this happens."""
 REPLAY = range(1, 400)
 """The calls of a place in a step that are not training's own, however often it is replayed."""
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
-from evaluation.jobs.entry import GROUP_IS_NAMED, Entry, Wrong
+from evaluation.jobs.entry import Entry, Wrong
 from evaluation.jobs.job import Job, forget_groups
 from evaluation.jobs.models import LENGTH, VOCABULARY, text
 from torchscout.testing.local_ranks import preload
@@ -510,7 +510,6 @@ JOBS: dict[str, Entry] = {
         _PARTS,
         unchecked=("all_to_all*",),  # what they do not use is not asked of them
         wrong=_expert(3, 1),
-        wrong_today=GROUP_IS_NAMED,
     ),
     "megatron-experts-tensor": _entry(MIXED, _PARTS, compared=_ALL_TO_ALL, slow=(1, 3), wrong=_expert(3, 1)),
     "megatron-tensor-pipeline-experts": _entry(

@@ -27,7 +27,7 @@ from torch.distributed.pipelining import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from evaluation.jobs.entry import GROUP_IS_NAMED, Entry, Wrong
+from evaluation.jobs.entry import Entry, Wrong
 from evaluation.jobs.job import Job
 from evaluation.jobs.models import GPT, next_token_loss, surfaces_of, text
 from evaluation.jobs.tensor import average
@@ -284,7 +284,6 @@ _PAIR = "not tried: of two that do the same work, none is named"
 JOBS: dict[str, Entry] = {
     "pipeline-1f1b": entry(
         Layout("1f1b"),
-        wrong_today=GROUP_IS_NAMED,
         in_ci=("wrong_number:output", "wrong_number:gradient", "wrong_number:weight", "late"),
         wrong={
             "output": Wrong("blocks.1/output", 2, step=2, bit=3, calls=REPLAYED),

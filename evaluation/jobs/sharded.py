@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from evaluation.jobs.entry import GROUP_IS_NAMED, Entry, Wrong
+from evaluation.jobs.entry import Entry, Wrong
 from evaluation.jobs.job import Job
 from evaluation.jobs.models import GPT, LAYERS, OWNED, REPLICATED, train_on_text
 from torchscout.config import Parallelism
@@ -185,7 +185,6 @@ JOBS: dict[str, Entry] = {
         compared=(*REPLICATED, *_REDUCED),
         unchecked=(),
         wrong=_OF_REPLICAS,
-        wrong_today=GROUP_IS_NAMED,
         in_ci=("healthy", "wrong_number:weight", "wrong_number:reduced"),
         on_cuda=_ON_CUDA,
     ),

@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from evaluation.jobs.entry import GROUP_IS_NAMED, Entry, Wrong
+from evaluation.jobs.entry import Entry, Wrong
 from evaluation.jobs.job import Job, local_of
 from evaluation.jobs.models import GPT, OWNED, REPLICATED, next_token_loss, text
 
@@ -153,7 +153,6 @@ JOBS: dict[str, Entry] = {
         compared=REPLICATED,
         unchecked=(),
         wrong=_WRONG,
-        wrong_today=GROUP_IS_NAMED,
         in_ci=("healthy", "wrong_number:part"),
     ),
     "tensor-sequence": Entry(

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from evaluation.jobs.entry import GROUP_IS_NAMED, Entry, Wrong
+from evaluation.jobs.entry import Entry, Wrong
 from evaluation.jobs.job import Job, forget_groups
 
 
@@ -267,7 +267,6 @@ JOBS: dict[str, Entry] = {
         compared=_UPDATED,
         slow=(0, 1),
         train=partial(titan, setup=_INTERLEAVED, layers=("0.layers.0", "1.layers.3")),
-        wrong_today=GROUP_IS_NAMED,
     ),
     "titan-expert": _entry(_OF_EXPERTS, (0, 2), at=_INSIDE, compared=_EXPERTS, train=_slow_in(_OF_EXPERTS)),
     "titan-pipeline-tensor": _entry(
