@@ -256,8 +256,9 @@ class Hangs:
             if rank in draft.stopped:
                 report = replace(report, process=Process.STOPPED, waiting=None)
             if (end := draft.ends.get(rank)) is not None:
-                known = {"gone_seconds": end.ago, "how": end.how, "wait_status": _STATUS[end.how]}
-                report = replace(report, process=Process.GONE, waiting=None, moving=False, **known)
+                how, ago = end
+                report = replace(report, process=Process.GONE, waiting=None, moving=False)
+                report = replace(report, gone_seconds=ago, how=how, wait_status=_STATUS[how])
             reports[rank] = report
         if draft.differs is not None:
             rank, line, tick = draft.differs

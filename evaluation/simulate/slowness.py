@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
-from evaluation.simulate.job import NOTHING, Ints, Job
+from evaluation.simulate.job import Job
 from evaluation.simulate.scoring import Truth
 from torchscout.config import BaselineConfig, StragglerConfig
 from torchscout.decision.straggler.diagnosis import Stragglers
@@ -50,7 +49,7 @@ class Slowness:
     def __init__(self, job: Job) -> None:
         self.job = job
         self._kinds = [kind for kind in ("tensor", "expert", "replica") if kind in job.line_of]
-        self._tables = self._described()
+        self._table = self._described()
 
     def make(self, family: str, chance: np.random.Generator) -> Slow:
         """Make one scenario of a family."""
@@ -64,9 +63,7 @@ class Slowness:
             pair = len(peers) == 2
             truth = Truth(group=frozenset(peers.ranks)) if pair else Truth(frozenset({rank}))
         elif family != "noise":
-            spanning = {int(self.job.line_of[kind][each]) for kind in self._kinds for each in here} - {
-                NOTHING
-            }
+            spanning = {int(self.job.line_of[kind][each]) for kind in self._kinds for each in here}
             inner = {line for line in spanning if {*self.job.members(line)} <= {*here}}
             groups = dict.fromkeys(sorted(spanning - (set() if family == "slow_machine" else inner)), factor)
             everyone = frozenset(each for line in groups for each in self.job.members(line))
@@ -78,16 +75,16 @@ class Slowness:
 
     def decide(self, slow: Slow, chance: np.random.Generator) -> list[Incident]:
         """Observe several checks, as every rank does."""
-        config, found = StragglerConfig(), list[Incident]()
-        stragglers = Stragglers(self.job.mesh, 0, config, BaselineConfig())
+        found = list[Incident]()
+        stragglers = Stragglers(self.job.mesh, 0, StragglerConfig(), BaselineConfig())
         for step in range(1, _ROUNDS + 1):
             compute, groups = self._drawn(slow, chance)
-            timings = Timings(step, self.job.mesh, self._measured(compute, groups), config)
+            timings = self._timings(step, compute, groups)
             if stragglers.layers_to_time_again(timings):
                 for _ in range(_REPEATS):
                     again, more = self._drawn(slow, chance)
                     compute, groups = np.minimum(compute, again), np.minimum(groups, more)
-                timings = Timings(step, self.job.mesh, self._measured(compute, groups), config)
+                timings = self._timings(step, compute, groups)
             found += stragglers.observe(timings).incidents
         return found
 
@@ -101,41 +98,25 @@ class Slowness:
         compute = _COMPUTE_MS * noisy(self.job.size, slow.compute)
         return compute, _COLLECTIVE_MS * noisy(len(self.job.lines), slow.groups)
 
-    # How times are passed to the decision: a table for ranks with groups of the same kinds and axes.
+    # How times are passed to the decision: in a table of all ranks.
 
-    def _described(self) -> list[tuple[Table, Ints]]:
-        """Return the tables without times, each with the lines of its ranks."""
-        alike: dict[tuple[tuple[str, str], ...], list[int]] = defaultdict(list)
-        axes = {line: axis_of(self.job.mesh, self.job.members(line)) for line in self._lines()}
-        for rank in range(self.job.size):
-            lines = {kind: int(self.job.line_of[kind][rank]) for kind in self._kinds}
-            alike[tuple((kind, axes[line]) for kind, line in lines.items() if line in axes)].append(rank)
-        tables = []
-        for kinds, ranks in alike.items():
-            lines_of = (
-                np.array([self.job.line_of[kind][ranks] for kind, _ in kinds], np.int64)
-                .reshape(-1, len(ranks))
-                .T
-            )
-            values, laps = np.zeros((len(ranks), 1 + len(kinds) * _LAP)), []
-            for place, (kind, axis) in enumerate(kinds):
-                laps.append(TimedLap(Surface(f"time/all_reduce_{kind}"), axis, 1 + place * _LAP, 1))
-                for row, line in enumerate(lines_of[:, place].tolist()):
-                    members = self.job.members(line)
-                    start = laps[-1].start
-                    values[row, start : start + 4] = members[0], members[-1], len(members), _ELEMENTS
-            work = TimedWork("layers.0", (8192,), {Surface("time/module"): 0}, laps)
-            tables.append((Table(np.array(ranks), [work], values), lines_of))
-        return tables
+    def _described(self) -> Table:
+        """Return the table without times."""
+        job, columns = self.job, 1 + _LAP * len(self._kinds)
+        laps, values = [], np.zeros((job.size, columns))
+        ends = np.array(
+            [(each.members[0], each.members[-1], len(each.members), _ELEMENTS) for each in job.lines]
+        )
+        for start, kind in zip(range(1, columns, _LAP), self._kinds, strict=True):
+            axis = axis_of(job.mesh, job.members(int(job.line_of[kind][0])))
+            laps.append(TimedLap(Surface(f"time/all_reduce_{kind}"), axis, start, 1))
+            values[:, start : start + _LAP - 1] = ends[job.line_of[kind]]
+        work = TimedWork("layers.0", (8192,), {Surface("time/module"): 0}, laps)
+        return Table(np.arange(job.size), [work], values)
 
-    def _lines(self) -> set[int]:
-        return {int(line) for kind in self._kinds for line in np.unique(self.job.line_of[kind])} - {NOTHING}
-
-    def _measured(self, compute: _Floats, groups: _Floats) -> list[Table]:
-        found = []
-        for table, lines in self._tables:
-            values = table.values.copy()
-            values[:, 0] = compute[table.ranks]
-            values[:, _LAP::_LAP] = groups[lines]
-            found.append(replace(table, values=values))
-        return found
+    def _timings(self, step: int, compute: _Floats, groups: _Floats) -> Timings:
+        values = self._table.values.copy()
+        values[:, 0] = compute
+        for place, kind in enumerate(self._kinds, 1):
+            values[:, place * _LAP] = groups[self.job.line_of[kind]]
+        return Timings(step, self.job.mesh, [replace(self._table, values=values)], StragglerConfig())

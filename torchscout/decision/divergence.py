@@ -81,13 +81,13 @@ def culprits(found: Sequence[Divergence]) -> tuple[int, ...]:
 def _histories(evidence: Evidence, key: str) -> list[list[int]]:
     """Put members together that have issued the same: digests of one number are equal. Splits are in no digest,
     so that each member with splits is on its own."""
-    found = defaultdict[tuple[int, ...], list[int]](list)
+    found = defaultdict[tuple[int, int, int], list[int]](list)
     for rank in evidence.groups[key].members:
         report = evidence.reports.get(rank)
         progress = None if report is None else report.progress
         if progress is not None and (digest := progress.recent.digests.get(key)) is not None:
-            alone = (rank,) if progress.recent.has_splits(key) else ()
-            found[(progress.issued.get(key, 0), digest, *alone)].append(rank)
+            alone = rank if progress.recent.has_splits(key) else -1
+            found[progress.issued.get(key, 0), digest, alone].append(rank)
     return [*found.values()]
 
 
