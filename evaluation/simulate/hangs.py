@@ -88,9 +88,7 @@ class _Draft:
 
     def truth(self, lost: frozenset[int]) -> Truth:
         """Return what is wrong; ``lost`` are ranks of machines that do not answer."""
-        shown = {rank for rank in self.ranks if self.standing.waited_for[rank]} | (
-            self.ends.keys() & self.ranks
-        )
+        shown = {rank for rank in self.ranks if self.standing.waited_for[rank] or rank in self.ends}
         shown |= self.ranks if self.differs is not None else self.absent
         return Truth(frozenset(shown), self.group, also=frozenset(self.ranks - shown), lost=lost)
 
