@@ -88,9 +88,7 @@ class _Draft:
 
     def truth(self, lost: frozenset[int]) -> Truth:
         """Return what is wrong; ``lost`` are ranks of machines that do not answer."""
-        shown = {rank for rank in self.ranks if self.standing.waited_for[rank]} | (
-            self.ends.keys() & self.ranks
-        )
+        shown = {rank for rank in self.ranks if self.standing.waited_for[rank] or rank in self.ends}
         shown |= self.ranks if self.differs is not None else self.absent
         return Truth(frozenset(shown), self.group, also=frozenset(self.ranks - shown), lost=lost)
 
@@ -256,8 +254,9 @@ class Hangs:
             if rank in draft.stopped:
                 report = replace(report, process=Process.STOPPED, waiting=None)
             if (end := draft.ends.get(rank)) is not None:
-                known = {"gone_seconds": end.ago, "how": end.how, "wait_status": _STATUS[end.how]}
-                report = replace(report, process=Process.GONE, waiting=None, moving=False, **known)
+                how, ago = end
+                report = replace(report, process=Process.GONE, waiting=None, moving=False)
+                report = replace(report, gone_seconds=ago, how=how, wait_status=_STATUS[how])
             reports[rank] = report
         if draft.differs is not None:
             rank, line, tick = draft.differs

@@ -34,8 +34,8 @@ class Layout:
     """How many ranks a machine has."""
 
     def __post_init__(self) -> None:
-        if min(self.tensor, self.pipeline, self.data, self.expert) < 1:
-            raise ValueError(f"degrees must be at least 1, got {self.degrees}")
+        if min(self.tensor, self.pipeline, self.data, self.expert) < 1 or self.ranks < 2:
+            raise ValueError(f"degrees must be at least 1, and ranks at least 2, got {self.degrees}")
         whole = self.tensor if self.expert_in_tensor else self.data
         if whole % self.expert:
             raise ValueError(f"{self.expert} expert-parallel ranks do not divide {whole}")

@@ -66,8 +66,8 @@ class Reporter:
         busy: bool = True,
         moving: bool = False,
     ) -> RankReport:
-        """Return the report of a rank that has come to a tick, counted from ``first_step``, and whose device,
-        if operations run there, has come to the tick ``entered``."""
+        """Return the report of a rank that has come to a tick, counted from ``first_step``. Its device, if
+        operations run there, has come to ``entered``."""
         place = self._place(rank, issued)
         progress = Progress(
             rank=rank,

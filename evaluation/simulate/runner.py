@@ -68,11 +68,9 @@ class _Makers:
                 scores.append(score(hang.truth, found))
                 seconds, hang = max(seconds, took), hang.then
         elif family in slowness.FAMILIES:
-            slow = self._slowness.make(family, chance)
-            scores.append(score(slow.truth, self._slowness.decide(slow, chance)))
+            scores.append(score(*self._slowness.decided(family, chance)))
         else:
-            wrong = numbers.make(self._job, family, chance)
-            scores.append(score(wrong.truth, wrong.decide()))
+            scores.append(score(*numbers.decided(self._job, family, chance)))
         severest = min(scores, key=lambda each: _SEVEREST.index(each.outcome))
         return Decided(index, family, condition, self._job.layout, severest, seconds)
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
 
-from evaluation.simulate.job import NOTHING, Ints, Job
+from evaluation.simulate.job import Job
 from evaluation.simulate.scoring import Truth
 from torchscout.config import BaselineConfig, StragglerConfig
 from torchscout.decision.straggler.diagnosis import Stragglers
@@ -17,31 +16,16 @@ from torchscout.decision.straggler.measured import Table, TimedLap, TimedWork, a
 from torchscout.decision.straggler.timings import Timings
 from torchscout.decision.types import Incident, Surface
 
-__all__ = ["FAMILIES", "Slow", "Slowness"]
+__all__ = ["FAMILIES", "Slowness"]
 
 FAMILIES = ("slow_rank", "slow_machine", "slow_network", "noise")
 _ROUNDS = 6
 _REPEATS = 3
 """How often a suspicious layer is timed again; the shortest time counts."""
 _COMPUTE_MS, _COLLECTIVE_MS = 20.0, 8.0
-_ELEMENTS = 1024
 _LAP = 5
-"""Numbers of a collective in a table: four that identify its group, and its time."""
+"""Numbers of a collective in a table: four that identify its group and its work, and its time."""
 _Floats = npt.NDArray[np.float64]
-
-
-@dataclass(frozen=True, slots=True)
-class Slow:
-    """How much slower some ranks and groups are, over several checks."""
-
-    truth: Truth
-    compute: Mapping[int, float]
-    """Rank -> factor."""
-    groups: Mapping[int, float]
-    """Line -> factor."""
-    sigma: float
-    tail: float
-    """How often a time is taken from the tail."""
 
 
 class Slowness:
@@ -50,92 +34,71 @@ class Slowness:
     def __init__(self, job: Job) -> None:
         self.job = job
         self._kinds = [kind for kind in ("tensor", "expert", "replica") if kind in job.line_of]
-        self._tables = self._described()
+        self._table = self._described()
 
-    def make(self, family: str, chance: np.random.Generator) -> Slow:
-        """Make one scenario of a family."""
-        compute: dict[int, float] = {}
-        groups: dict[int, float] = {}
-        truth, factor = Truth(), float(chance.uniform(1.5, 3.0))
-        rank = int(chance.integers(self.job.size))
-        here = self.job.mesh.ranks_on(self.job.mesh.host_of(rank) or "")
+    def decided(self, family: str, chance: np.random.Generator) -> tuple[Truth, list[Incident]]:
+        """Draw who is slow, and observe several checks, as every rank does."""
+        truth, ranks, groups = self._drawn(family, chance)
+        sigma, tail = float(chance.choice([0.01, 0.03, 0.06])), float(chance.choice([0.0, 1e-4, 1e-3]))
+
+        def times(usual: float, size: int, factors: Mapping[int, float]) -> _Floats:
+            found = usual * chance.lognormal(0.0, sigma, size)
+            found *= 1 + (chance.random(size) < tail) * chance.pareto(1.5, size)
+            found[list(factors)] *= list(factors.values())
+            return found
+
+        def timings(step: int, times_of: list[tuple[_Floats, _Floats]]) -> Timings:
+            compute, collectives = (np.min(each, axis=0) for each in zip(*times_of, strict=True))
+            values = self._table.values.copy()
+            values[:, 0] = compute
+            for place, kind in enumerate(self._kinds, 1):
+                values[:, place * _LAP] = collectives[self.job.line_of[kind]]
+            return Timings(step, self.job.mesh, [replace(self._table, values=values)], StragglerConfig())
+
+        def measured() -> tuple[_Floats, _Floats]:
+            size, lines = self.job.size, len(self.job.lines)
+            return times(_COMPUTE_MS, size, ranks), times(_COLLECTIVE_MS, lines, groups)
+
+        stragglers = Stragglers(self.job.mesh, 0, StragglerConfig(), BaselineConfig())
+        found = list[Incident]()
+        for step in range(1, _ROUNDS + 1):
+            check = timings(step, drawn := [measured()])
+            if stragglers.layers_to_time_again(check):
+                check = timings(step, drawn + [measured() for _ in range(_REPEATS)])
+            found += stragglers.observe(check).incidents
+        return truth, found
+
+    def _drawn(
+        self, family: str, chance: np.random.Generator
+    ) -> tuple[Truth, dict[int, float], dict[int, float]]:
+        """Return what is true, and how much slower some ranks and some lines are."""
+        factor, rank = float(chance.uniform(1.5, 3.0)), int(chance.integers(self.job.size))
+        if family == "noise":
+            return Truth(), {}, {}
         if family == "slow_rank":
-            compute, peers = {rank: factor}, self.job.mesh.layer_peers_of(rank, "dense")
+            peers = self.job.mesh.layer_peers_of(rank, "dense")
             pair = len(peers) == 2
             truth = Truth(group=frozenset(peers.ranks)) if pair else Truth(frozenset({rank}))
-        elif family != "noise":
-            spanning = {int(self.job.line_of[kind][each]) for kind in self._kinds for each in here} - {
-                NOTHING
-            }
-            inner = {line for line in spanning if {*self.job.members(line)} <= {*here}}
-            groups = dict.fromkeys(sorted(spanning - (set() if family == "slow_machine" else inner)), factor)
-            everyone = frozenset(each for line in groups for each in self.job.members(line))
-            # Without groups of its own, a machine and its link to the network look the same.
-            link = Truth(group=everyone, also=frozenset(() if inner else here))
-            truth = Truth(frozenset(here)) if family == "slow_machine" else link
-        sigma, tail = float(chance.choice([0.01, 0.03, 0.06])), float(chance.choice([0.0, 1e-4, 1e-3]))
-        return Slow(truth, compute, groups, sigma, tail)
+            return truth, {rank: factor}, {}
+        here = self.job.mesh.ranks_on(self.job.mesh.host_of(rank) or "")
+        spanning = {int(self.job.line_of[kind][each]) for kind in self._kinds for each in here}
+        inner = {line for line in spanning if {*self.job.members(line)} <= {*here}}
+        if family == "slow_machine":
+            return Truth(frozenset(here)), {}, dict.fromkeys(sorted(spanning), factor)
+        outer = sorted(spanning - inner)
+        everyone = frozenset(each for line in outer for each in self.job.members(line))
+        # Without groups of its own, a machine and its link to the network look the same.
+        truth = Truth(group=everyone, also=frozenset(() if inner else here))
+        return truth, {}, dict.fromkeys(outer, factor)
 
-    def decide(self, slow: Slow, chance: np.random.Generator) -> list[Incident]:
-        """Observe several checks, as every rank does."""
-        config, found = StragglerConfig(), list[Incident]()
-        stragglers = Stragglers(self.job.mesh, 0, config, BaselineConfig())
-        for step in range(1, _ROUNDS + 1):
-            compute, groups = self._drawn(slow, chance)
-            timings = Timings(step, self.job.mesh, self._measured(compute, groups), config)
-            if stragglers.layers_to_time_again(timings):
-                for _ in range(_REPEATS):
-                    again, more = self._drawn(slow, chance)
-                    compute, groups = np.minimum(compute, again), np.minimum(groups, more)
-                timings = Timings(step, self.job.mesh, self._measured(compute, groups), config)
-            found += stragglers.observe(timings).incidents
-        return found
-
-    def _drawn(self, slow: Slow, chance: np.random.Generator) -> tuple[_Floats, _Floats]:
-        def noisy(size: int, factors: Mapping[int, float]) -> _Floats:
-            times = chance.lognormal(0.0, slow.sigma, size)
-            times *= 1 + (chance.random(size) < slow.tail) * chance.pareto(1.5, size)
-            times[list(factors)] *= list(factors.values())
-            return times
-
-        compute = _COMPUTE_MS * noisy(self.job.size, slow.compute)
-        return compute, _COLLECTIVE_MS * noisy(len(self.job.lines), slow.groups)
-
-    # How times are passed to the decision: a table for ranks with groups of the same kinds and axes.
-
-    def _described(self) -> list[tuple[Table, Ints]]:
-        """Return the tables without times, each with the lines of its ranks."""
-        alike: dict[tuple[tuple[str, str], ...], list[int]] = defaultdict(list)
-        axes = {line: axis_of(self.job.mesh, self.job.members(line)) for line in self._lines()}
-        for rank in range(self.job.size):
-            lines = {kind: int(self.job.line_of[kind][rank]) for kind in self._kinds}
-            alike[tuple((kind, axes[line]) for kind, line in lines.items() if line in axes)].append(rank)
-        tables = []
-        for kinds, ranks in alike.items():
-            lines_of = (
-                np.array([self.job.line_of[kind][ranks] for kind, _ in kinds], np.int64)
-                .reshape(-1, len(ranks))
-                .T
-            )
-            values, laps = np.zeros((len(ranks), 1 + len(kinds) * _LAP)), []
-            for place, (kind, axis) in enumerate(kinds):
-                laps.append(TimedLap(Surface(f"time/all_reduce_{kind}"), axis, 1 + place * _LAP, 1))
-                for row, line in enumerate(lines_of[:, place].tolist()):
-                    members = self.job.members(line)
-                    start = laps[-1].start
-                    values[row, start : start + 4] = members[0], members[-1], len(members), _ELEMENTS
-            work = TimedWork("layers.0", (8192,), {Surface("time/module"): 0}, laps)
-            tables.append((Table(np.array(ranks), [work], values), lines_of))
-        return tables
-
-    def _lines(self) -> set[int]:
-        return {int(line) for kind in self._kinds for line in np.unique(self.job.line_of[kind])} - {NOTHING}
-
-    def _measured(self, compute: _Floats, groups: _Floats) -> list[Table]:
-        found = []
-        for table, lines in self._tables:
-            values = table.values.copy()
-            values[:, 0] = compute[table.ranks]
-            values[:, _LAP::_LAP] = groups[lines]
-            found.append(replace(table, values=values))
-        return found
+    def _described(self) -> Table:
+        """Return the table in which times are passed to the decision, without them."""
+        job, columns = self.job, 1 + _LAP * len(self._kinds)
+        laps, values = [], np.zeros((job.size, columns))
+        ends = np.array([(each.members[0], each.members[-1], len(each.members), 1024) for each in job.lines])
+        for start, kind in zip(range(1, columns, _LAP), self._kinds, strict=True):
+            axis = axis_of(job.mesh, job.members(int(job.line_of[kind][0])))
+            laps.append(TimedLap(Surface(f"time/all_reduce_{kind}"), axis, start, 1))
+            values[:, start : start + _LAP - 1] = ends[job.line_of[kind]]
+        work = TimedWork("layers.0", (8192,), {Surface("time/module"): 0}, laps)
+        return Table(np.arange(job.size), [work], values)

@@ -225,10 +225,9 @@ class _Case:
         lost = self.evidence.lost if are_asked else self.evidence.lost.intersection(self.graph.sources)
         if lost:  # trainers elsewhere ended inside operations of theirs, or were asked to
             return [self._lost(sorted(lost))]
-        others = self.evidence.unheard if are_asked else frozenset[int]()
-        if group := (self.gone | others) if others else self._left_by_absent(first):
-            unheard = sorted(self.evidence.unheard & group)
-            doubt = sentences.absent(unheard, self._round.absent, may_be_first=True)
+        absent = self.evidence.unheard
+        if group := (self.gone | absent) if are_asked and absent else self._left_by_absent(first):
+            doubt = sentences.absent(sorted(absent & group), self._round.absent, may_be_first=True)
             incident = self._crash(first)
             sentence = f"{incident.sentence} {doubt}"
             return [
