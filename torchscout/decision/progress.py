@@ -137,6 +137,9 @@ class Window(Sequence[IssuedOp]):
 
     __hash__ = None  # type: ignore[assignment]
 
+    def __repr__(self) -> str:
+        return f"Window({[*self]!r})"
+
 
 @dataclass(frozen=True, slots=True)
 class Progress:
