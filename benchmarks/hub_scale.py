@@ -27,10 +27,11 @@ from typing import Any
 import zmq
 from large_round import TENSOR, LargeRound
 from reporting import environment, parser_of, publish
-from torchscout.observer.rounds.diagnosis import conclude
 
 from torchscout.config import ObserverConfig
-from torchscout.observer.rounds.hub import Hub
+from torchscout.decision.hang import Round, diagnose
+from torchscout.mesh import Mesh
+from torchscout.observer.rounds.hub import Gathered, Hub, Outcome
 from torchscout.observer.rounds.protocol import Tally, connect, decode, encode
 from torchscout.observer.rounds.relay import batches
 from torchscout.observer.spec import relay_ranks
@@ -100,7 +101,7 @@ def run_hub(size: int, token: str, pipe: Connection) -> None:
         size=size,
         token=token,
         config=CONFIG,
-        conclude=lambda reports, insistent: conclude(reports, large.mesh, insistent=insistent),
+        conclude=lambda gathered: conclude(gathered, large.mesh),
         compare=lambda _: [],
         record=found.append,
     )
@@ -123,6 +124,12 @@ def run_hub(size: int, token: str, pipe: Connection) -> None:
         }
     )
     time.sleep(60)  # the parent ends it
+
+
+def conclude(gathered: Gathered, mesh: Mesh) -> Outcome:
+    """What the observer's process does at the end of a round."""
+    found = diagnose(Round(gathered.reports, mesh, gathered.is_repeat, gathered.confirmed, gathered.closed))
+    return Outcome(found.incidents, found.needs_another_round)
 
 
 def run_relays(size: int, share: int, token: str, port: int, start: Event, pipe: Connection) -> None:
@@ -157,7 +164,7 @@ def run_relays(size: int, share: int, token: str, port: int, start: Event, pipe:
 def frames_of(large: LargeRound, machine: int) -> Iterator[tuple[str, bytes]]:
     """Yield what a hub asks for, and what the relay of a machine then sends."""
     ranks = range(machine * TENSOR, (machine + 1) * TENSOR)
-    announcement = encode("announce", insistent=True, finding=None)
+    announcement = encode("announce", is_repeat=True, findings=[])
 
     def stack(rank: int) -> bytes:
         waiting = rank != large.culprit  # all of these wait in the same place

@@ -13,11 +13,8 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from torchscout.observer.rounds.diagnosis import conclude
-from torchscout.observer.rounds.rank_report import RankReport
-from torchscout.observer.rounds.reports import Reports
-
-from torchscout.decision.progress import CommGroup, IssuedOp, Phase, Process, Progress, RankStatus
+from torchscout.decision.hang import Round, diagnose
+from torchscout.decision.progress import CommGroup, IssuedOp, Phase, Process, Progress, RankReport, Window
 from torchscout.mesh import Mesh
 from torchscout.observer.record.layout import RECENT
 from torchscout.observer.rounds.post import Post
@@ -66,7 +63,9 @@ def seconds_of_round(large: LargeRound) -> dict[str, float]:
         read_ns += time.process_time_ns() - begin
     for _ in range(3):
         begin = time.process_time_ns()
-        incident = conclude(Reports(dict(enumerate(posts))), large.mesh)
+        groups: dict[bytes, CommGroup] = {}
+        reports = {rank: post.report(groups) for rank, post in enumerate(posts)}
+        (incident,) = diagnose(Round(reports, large.mesh)).incidents
         times.append(time.process_time_ns() - begin)
         assert incident.ranks == (large.culprit,), incident.sentence
     return {"read": read_ns / 1e9, "diagnose": min(times) / 1e9}
@@ -117,15 +116,19 @@ class LargeRound:
             operation=5 - back,
             phase=Phase.BACKWARD,
             issued=issued,
-            recent=tuple(recent[-RECENT:]),
+            recent=Window(recent[-RECENT:]),
             at_communication=not is_late,
             silent_seconds=6.0,
         )
         is_gone = is_late and self._gone
-        process = Process.GONE if is_gone else Process.RUNNING
-        status = RankStatus(rank, process, progress, waiting=None if is_gone else not is_late)
-        lines = (tensor, replica, world)
-        return RankReport(status, lines, gone_seconds=7.0 if is_gone else None)
+        return RankReport(
+            rank,
+            Process.GONE if is_gone else Process.RUNNING,
+            progress,
+            groups=(tensor, replica, world),
+            waiting=None if is_gone else not is_late,
+            gone_seconds=7.0 if is_gone else None,
+        )
 
 
 def _issued(line: str, number: int) -> IssuedOp:
