@@ -167,6 +167,29 @@ ROWS = [
         must_come=either([crash([2], "rank", "restart")], *not_known(*EVERYBODY).answers),
         never=[0, 1, 3],
     ),
+    Row(
+        "all processes of a machine of one rank are gone, and the others fail in the operation that it left",
+        given=confirmed(
+            replicas(machines=one_each(4))
+            .enter("world", *EVERYBODY)
+            .no_answer(2, connection="closed")
+            .seconds(0.1)
+            .end("failed", 0, 1, 3)
+        ),
+        must_come=[lost([2], "machine", "replace")],
+    ),
+    Row(
+        "the observer of a machine of one rank is gone, and another trainer fails outside of all operations",
+        given=confirmed(
+            replicas(machines=one_each(4))
+            .enter("world", 0, 2)
+            .work("forward", 1, 3)
+            .no_answer(2, connection="closed")
+            .seconds(0.1)
+            .end("failed", 1)
+        ),
+        must_come=[crash([1], "rank", "restart")],
+    ),
     # A rank does not answer, and its neighbour on the machine does.
     Row(
         "the observer of one rank is gone, and all others wait for that rank",

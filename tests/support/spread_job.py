@@ -32,7 +32,7 @@ def train(rank: int, run_dir: Path, stalls: str) -> None:
     optimizer = torch.optim.AdamW(model.parameters())
     config = replace(
         QUICK,
-        grace_seconds=3.0,
+        grace_seconds=8.0,
         min_silence_seconds=float(os.environ.get("MIN_SILENCE", QUICK.min_silence_seconds)),
         address=os.environ.get("HUB_ADDRESS", "*"),
     )

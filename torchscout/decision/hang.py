@@ -59,8 +59,20 @@ class Round:
         for host in self.mesh.hosts_of(sorted(self.missing & {*self.confirmed})):
             ranks = frozenset(self.mesh.ranks_on(host))
             is_up = not ranks.isdisjoint(self.closed)
-            if ranks <= self.missing and ranks <= {*self.confirmed} and not (is_up and len(ranks) == 1):
+            is_one_observer = is_up and len(ranks) == 1 and ranks.isdisjoint(self._left)
+            if ranks <= self.missing and ranks <= {*self.confirmed} and not is_one_observer:
                 found |= ranks
+        return frozenset(found)
+
+    @cached_property
+    def _left(self) -> frozenset[int]:
+        """Members of operations in which a trainer failed, and not because of the time: their connections
+        broke."""
+        found = set[int]()
+        for each in self.reports.values():
+            place = None if each.progress is None else each.progress.inside
+            if place is not None and each.how in {"failed", "unknown"} and not _waited_too_long(each):
+                found.update(*(group.members for group in each.groups if group.key == place[0]))
         return frozenset(found)
 
 
