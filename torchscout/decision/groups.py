@@ -284,10 +284,10 @@ class _Kind(NamedTuple):
 class _Corresponding:
     """The groups of one kind, which are numbered, and those that are slow."""
 
-    def __init__(self, config: StragglerConfig, ranks: int) -> None:
+    def __init__(self, config: StragglerConfig) -> None:
         self._config = config
         self.groups: list[Group] = []
-        self.history = History(config, ranks)
+        self.history = History(config)
         self.measured: set[Group] = set()
         """In the latest round."""
         self.record: EvidenceRecord | None = None
@@ -358,7 +358,7 @@ class GroupStragglers:
             kind.measured = set()
         for times in measured:
             for key, work, of_group in self._by_kind(times):
-                kind = self._kinds.setdefault(key, _Corresponding(self._config, len(self._mesh)))
+                kind = self._kinds.setdefault(key, _Corresponding(self._config))
                 if (comparison := kind.compared(step, work, of_group)) is not None:
                     rounds[key].append(comparison)
                     records += [kind.record] if kind.record is not None else []

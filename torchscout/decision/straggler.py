@@ -128,7 +128,8 @@ class _FalseAlarms:
         others = sum(len(past.begun) - (rank in past.begun) for past in self._rounds)
         seen = sum(past.measured - 1 for past in self._rounds)
         rate = (_PRIOR_SLOW + others) / (_PRIOR_SEEN + seen)
-        repeats = math.log(self._ranks / self._config.false_alarm_rate) / -math.log(rate)
+        ranks = max([self._ranks, *(past.measured for past in self._rounds)])
+        repeats = math.log(ranks / self._config.false_alarm_rate) / -math.log(rate)
         return max(self._config.confirmations, math.ceil(repeats))
 
 
@@ -167,8 +168,8 @@ class _Run:
 class History:
     """Recent rounds of one surface, and the ranks that are slow in them."""
 
-    def __init__(self, config: StragglerConfig, ranks: int) -> None:
-        """``ranks`` is the number of those that may be slow by chance in a round."""
+    def __init__(self, config: StragglerConfig, ranks: int = 2) -> None:
+        """``ranks`` may be slow by chance in a round, if not all of them are measured in each."""
         self._config = config
         self._noise, self._alarms = _Noise(config), _FalseAlarms(config, ranks)
         self._runs: dict[int, _Run] = {}
