@@ -27,13 +27,13 @@ import xxhash
 from torchscout.c3 import compare as c3
 from torchscout.c3.tree import Runs, TreeChannel, groups_of
 from torchscout.config import BaselineConfig, ReplayConfig, StragglerConfig
-from torchscout.decision.straggler.diagnosis import Stragglers
-from torchscout.decision.straggler.measured import Lap, Measured, encode, tables
-from torchscout.decision.straggler.timings import Timings
+from torchscout.decision.baseline import Stragglers
+from torchscout.decision.timings import Timings
 from torchscout.decision.types import Status
 from torchscout.mesh import Axis, Mesh, PeerGroup
-from torchscout.replay.recipe import Comparison, Mode
+from torchscout.replay.recipe import Comparison, Lap, Measured, Mode
 from torchscout.replay.verdicts import Context, judge
+from torchscout.session.replay.time_comparison import decode, encode
 
 STEPS = 8
 LOCAL = 8
@@ -176,7 +176,7 @@ def simulated(size: int, mesh: Mesh, laps: Sequence[Lap], rounds: int = 5) -> di
     def answer(received: list[Runs]) -> bytes:
         layouts, columns, votes = received
         highest = np.frombuffer(votes.payloads, "<i8").reshape(len(votes.lengths), -1).max(axis=0)
-        received_times[:] = [Timings(1, mesh, tables(layouts, columns))]
+        received_times[:] = [decode(1, mesh, layouts, columns)]
         doubted = stragglers.layers_to_time_again(received_times[0])
         return json.dumps([[*doubted], highest.tolist()]).encode()
 

@@ -142,6 +142,7 @@ class Mesh:
         self._partitions: dict[tuple[str, LayerKind], _Partition] = {}
         self._degrees: dict[tuple[str, LayerKind], int] = {}
         self._peers: dict[tuple[LayerKind, int], PeerGroup] = {}
+        self._peer_tables: dict[tuple[LayerKind, bool], _Table] = {}
 
     @classmethod
     def grid(
@@ -220,6 +221,20 @@ class Mesh:
         """All peer groups."""
         axis = self.peer_axis(role)
         return [PeerGroup(ranks, axis) for ranks in self.groups_along(axis, role)]
+
+    def peer_table(self, role: LayerKind | str | None = None, *, of_layers: bool) -> _Table:
+        """All peer groups, or all groups of ``layer_peers_of``, one in a row; -1 fills smaller ones."""
+        kind = LayerKind.EXPERT if role is None else LayerKind(role)
+        key = (kind, of_layers)
+        if key not in self._peer_tables:
+            groups = [peers.ranks for peers in self.peer_groups(kind)]
+            if of_layers and 2 in map(len, groups):
+                groups = [*dict.fromkeys(self.layer_peers_of(ranks[0], kind).ranks for ranks in groups)]
+            table = np.full((len(groups), max(map(len, groups), default=0)), -1)
+            for row, ranks in enumerate(groups):
+                table[row, : len(ranks)] = ranks
+            self._peer_tables[key] = table
+        return self._peer_tables[key]
 
     def peer_axis(self, role: LayerKind | str | None = None) -> Axis:
         return Axis.REPLICA if self.degree(Axis.REPLICA, role) > 1 else Axis.SHARD

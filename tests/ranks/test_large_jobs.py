@@ -23,8 +23,8 @@ from torchscout.c3.tree import TreeChannel, groups_of
 from torchscout.collectives.call import Call
 from torchscout.collectives.interceptor import Pending, listen
 from torchscout.config import ReplayConfig
-from torchscout.decision.straggler.diagnosis import Slowness, Stragglers
-from torchscout.decision.straggler.timings import Timings
+from torchscout.decision.baseline import Slowness, Stragglers
+from torchscout.decision.timings import Timings
 from torchscout.errors import ChannelError
 from torchscout.faults.injector import Injector
 from torchscout.faults.plan import FaultPlan

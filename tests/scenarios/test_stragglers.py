@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.scenarios.rows import Finding, Row, cases, check, either, straggler, wrong_today
+from tests.scenarios.rows import Finding, Row, cases, check, either, straggler
 from tests.scenarios.today import stragglers
 
 COMPUTING_MS, COMMUNICATING_MS = 50.0, 10.0
@@ -321,7 +321,6 @@ ROWS = [
         given=FOUR.checks(12).checks(6, slow={2: 2.0, 3: 2.0}),
         must_come=either([], [straggler(range(4), "peer group", "inspect")], slow_ranks(2, 3)),
         never=[0, 1],
-        wrong=wrong_today("seen", says=[straggler([], "job", "inspect")]),
     ),
     # Who is not slow: it does not matter, does not last, or is not comparable.
     Row(
@@ -462,7 +461,6 @@ ROWS = [
         "a slow machine is found while every check has another sequence length",
         given=paper_figure().checks(12, *lengths(12), slow_groups={SHARDS: 5.0, SLICES: 5.0}),
         must_come=[MACHINE_4],
-        wrong=wrong_today("observer R2", says=[]),
     ),
     # All are slow alike: history shows it, and nobody is named.
     Row(
@@ -551,20 +549,18 @@ ROWS = [
             given=Rate(job(jitter=0.06, **degrees).checks(6), jobs),
             must_come="within the promised rate",
             marks=LONG,
-            wrong=wrong_today("observer R3", says="more than ten times the promised rate") if wrong else None,
         )
-        for name, degrees, jobs, wrong in (
-            ("200 jobs of two ranks", {"replica": 2}, 200, True),
-            ("200 jobs of three replicas of two ranks", {"replica": 3, "tensor": 2}, 200, True),
-            ("200 jobs of four ranks", {"replica": 4}, 200, False),
-            ("50 jobs of 32 ranks", {"replica": 32}, 50, False),
+        for name, degrees, jobs in (
+            ("200 jobs of two ranks", {"replica": 2}, 200),
+            ("200 jobs of three replicas of two ranks", {"replica": 3, "tensor": 2}, 200),
+            ("200 jobs of four ranks", {"replica": 4}, 200),
+            ("50 jobs of 32 ranks", {"replica": 32}, 50),
         )
     ),
     Row(
         "what is remembered of a job does not grow with every sequence length that occurs",
         given=Memory(job(replica=3, tensor=2).checks(600, *lengths(600))),
         must_come="bounded",
-        wrong=wrong_today("observer R2", says="grows with every length"),
         marks=LONG,
     ),
 ]

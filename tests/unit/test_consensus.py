@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import statistics
 import struct
 
 import numpy as np
@@ -12,7 +13,7 @@ import pytest
 from torchscout.c3 import compare as c3
 from torchscout.c3.channel import PeerChannel
 from torchscout.decision import consensus
-from torchscout.decision.consensus import Unanimous, exact, known, robust_scale, statistical
+from torchscout.decision.consensus import Unanimous, dispersions, exact, known, robust_scale, statistical
 from torchscout.decision.types import Status
 from torchscout.mesh import Axis, PeerGroup
 
@@ -121,20 +122,34 @@ def times(chance: random.Random, count: int) -> list[float]:
     return values
 
 
-def test_times_of_many_peers_get_the_same_verdict(monkeypatch: pytest.MonkeyPatch):
-    chance, many = random.Random(0), consensus.MANY
-    for _ in range(60):
-        values, kappa = times(chance, chance.randrange(many, 300)), chance.choice([2.0, 5.0])
-        verdicts = []
-        for limit in (many, math.inf):
-            monkeypatch.setattr(consensus, "MANY", limit)
-            verdicts.append(consensus.statistical(values, kappa=kappa))
-        as_arrays, one_by_one = verdicts
-        assert (as_arrays.status, as_arrays.outliers) == (one_by_one.status, one_by_one.outliers), values
-        assert all(isinstance(each, int) for each in as_arrays.outliers)
+def plainly(values: list[float], kappa: float) -> tuple[Status, tuple[int, ...]]:
+    """The rule without arrays, for values of which most are finite and more than half differ."""
+    finite = [value for value in values if math.isfinite(value)]
+    center = statistics.median(finite)
+    reach = kappa * 1.4826 * statistics.median(abs(value - center) for value in finite)
+    far = [not math.isfinite(value) or abs(value - center) > reach for value in values]
+    outliers = tuple(place for place, is_far in enumerate(far) if is_far)
+    return Status.ATTRIBUTED if outliers else Status.AGREE, outliers
 
 
-MEASURED = [*map(float, range(consensus.MANY))]
+def test_times_are_compared_by_the_median_of_their_deviations():
+    chance = random.Random(0)
+    for _ in range(200):
+        values, kappa = times(chance, chance.randrange(3, 300)), chance.choice([2.0, 5.0])
+        verdict = statistical(values, kappa=kappa)
+        if verdict.status is not Status.INCONCLUSIVE and 2 * len({*values}) > len(values) + 2:
+            assert (verdict.status, verdict.outliers) == plainly(values, kappa), values
+        assert all(isinstance(each, int) for each in verdict.outliers)
+
+
+def test_rows_are_summarized_without_their_nan():
+    rows = np.array([[1.0, np.nan, 3.0, 2.0], [1.0, 1.0, 1.0, 100.0], [7.0, np.nan, np.nan, np.nan]])
+    center, scale = dispersions(rows)
+    assert center.tolist() == [2.0, 1.0, 7.0]
+    assert scale.tolist() == [robust_scale([1.0, 2.0, 3.0]), robust_scale(rows[1]), 0.0]
+
+
+MEASURED = [*map(float, range(64))]
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,7 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from itertools import pairwise
 
-from torchscout.decision.straggler.groups import scope_of
-from torchscout.decision.straggler.localization import Group, localize, undecided
+from torchscout.decision.groups import Group, localize, undecided
 from torchscout.decision.types import Incident, Manifestation, Scope, Surface
 from torchscout.faults.effects import CallEffect, Skip, StayInside, Swap
 from torchscout.faults.fault import BACKWARD, Fault, FaultSite, Shown, SiteKind
@@ -224,8 +223,7 @@ def _slow_groups(faults: Sequence[Fault], mesh: Mesh) -> list[GroundTruth]:
     surfaces = {surface_of(fault, mesh) for fault in faults}
     surface = surfaces.pop() if len(surfaces) == 1 else "time/*"
     return [
-        GroundTruth(first.manifestation, each.ranks, scope_of(each), surface, first.steps)
-        for each in findings
+        GroundTruth(first.manifestation, each.ranks, each.scope, surface, first.steps) for each in findings
     ]
 
 

@@ -45,7 +45,7 @@ from torchscout.utils.packed_lists import unpack
 
 if TYPE_CHECKING:
     from torchscout.decision.progress import RankReport
-    from torchscout.decision.straggler.diagnosis import PhaseDiagnosis
+    from torchscout.decision.straggler import PhaseStragglers
     from torchscout.decision.types import Recordable
     from torchscout.mesh import Mesh
 
@@ -73,7 +73,7 @@ class ObserverProcess:
         stack = Path(spec.stack) if spec.stack else None
         self._trainer = TrainerView(Path(spec.record), stack, Path(spec.run_dir))
         self._hub = None if spec.hub is None else self._host_hub(spec.hub)
-        self._phases: PhaseDiagnosis | None = None
+        self._phases: PhaseStragglers | None = None
         """For this process's hub, created by the first survey."""
         self._slow: deque[Incident] = deque(maxlen=_KNOWN)
         """The latest slow phases that any hub has reported; hubs take turns if one answers late."""
@@ -294,12 +294,12 @@ class ObserverProcess:
             return Outcome()
 
     def _compare(self, reports: Mapping[int, RankReport]) -> list[Incident]:
-        from torchscout.decision.straggler.diagnosis import PhaseDiagnosis, is_known
+        from torchscout.decision.straggler import PhaseStragglers, is_known
 
         try:
             if self._phases is None:
                 config = replace(self._spec.straggler, min_slowdown_ms=self.config.phase_ms)
-                self._phases = PhaseDiagnosis(self._mesh, config)
+                self._phases = PhaseStragglers(self._mesh, config)
             milliseconds = defaultdict[Phase, dict[int, float]](dict)
             for rank, report in reports.items():
                 for phase, seconds in report.phase_seconds.items():

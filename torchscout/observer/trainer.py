@@ -2,7 +2,7 @@
 
 Nothing is exchanged while a job is healthy. So each observer first compares its trainer's phase times with
 that trainer's own steps and history, and announces a survey only if they are remarkable (paper, section 6,
-opening). ``decision.straggler.diagnosis`` then decides which rank is slow.
+opening). ``decision.straggler`` then decides which rank is slow.
 """
 
 from __future__ import annotations

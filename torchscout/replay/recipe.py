@@ -18,7 +18,6 @@ from torchscout.c3.channel import PeerChannel
 from torchscout.c3.fold import signed
 from torchscout.c3.signature import PendingSignatures, digest, read_signatures
 from torchscout.decision.sdc import INPUT, STATE
-from torchscout.decision.straggler.measured import Lap, Measured
 from torchscout.decision.types import EvidenceRecord, Surface
 from torchscout.mesh import LayerKind, PeerGroup
 from torchscout.replay.capture.broadcast import Broadcast
@@ -32,6 +31,8 @@ __all__ = [
     "UNREPEATABLE",
     "Comparison",
     "JobExchange",
+    "Lap",
+    "Measured",
     "Mode",
     "Observation",
     "Peers",
@@ -157,6 +158,28 @@ def finish_signatures(observations: Iterable[Observation]) -> None:
         seen.unsigned.clear()
     for (_, then), found in zip(waiting, read_signatures([each for each, _ in waiting]), strict=True):
         then(found)
+
+
+@dataclass(frozen=True, slots=True)
+class Lap:
+    """The collectives of one kind that one replay made on one process group."""
+
+    surface: Surface
+    """Ends in ``@`` for the collectives of a module, whose surfaces get the axis of the group."""
+    members: tuple[int, ...]
+    elements: int
+    milliseconds: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """The times of one replay on this rank."""
+
+    layer: str
+    shape: tuple[int, ...]
+    """The size of the work."""
+    times: Mapping[Surface, float]
+    laps: Sequence[Lap]
 
 
 def measured(target: str, shape: tuple[int, ...], seen: Sequence[Observation]) -> Measured:

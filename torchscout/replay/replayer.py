@@ -34,13 +34,12 @@ import torch
 
 from torchscout.c3.channel import decoded
 from torchscout.decision.repeatability import SurfaceHistory, Trial
-from torchscout.decision.straggler.measured import Measured
 from torchscout.mesh import Axis, LayerKind, PeerGroup
 from torchscout.replay.active import ActiveReplay, description_of, unreplayed
 from torchscout.replay.capture.broadcast import receive_together
 from torchscout.replay.capture.saved_calls import SavedCalls
 from torchscout.replay.guard import Refusal, attempt
-from torchscout.replay.recipe import Observation, Peers, Recipe, Replay, finish_signatures, measured
+from torchscout.replay.recipe import Measured, Observation, Peers, Recipe, Replay, finish_signatures, measured
 from torchscout.replay.schedule import Rotation
 from torchscout.replay.timing import host_ahead
 from torchscout.replay.verdicts import (
@@ -85,7 +84,7 @@ class Replayer:
         self.variants: tuple[float, ...] = (1.0,)
         self.saved_calls = SavedCalls()
         self.history = SurfaceHistory()
-        self.doubted: Callable[[int, Findings, Sequence[Measured]], Collection[str | None]] = lambda *_: ()
+        self.doubted: Callable[[int, Findings, Sequence[Measured]], Collection[str]] = lambda *_: ()
         """Returns the targets for which a rank would be reported as slow, given a step, what its check has
         found and this rank's times.
 
@@ -370,7 +369,7 @@ class Replayer:
         found = {place: self._measured(place, runs[place], each) for place, each in seen.items()}
         if not (doubted := self.doubted(step, findings, [*found.values()])):
             return [*found.values()]
-        wanted = [place in found and (found[place].layer or None) in doubted for place in ready]
+        wanted = [place in found and found[place].layer in doubted for place in ready]
         places = [place for place, yes in zip(ready, self._job.highest(wanted), strict=True) if yes]
         for _ in range(_TIMES):
             time.sleep(_PAUSE_SECONDS)

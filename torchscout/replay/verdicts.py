@@ -18,9 +18,8 @@ from torchscout.decision import consensus
 from torchscout.decision.ownership import BY_DESIGN, by_design
 from torchscout.decision.repeatability import NONDETERMINISTIC, Repeated
 from torchscout.decision.sdc import FAILED
-from torchscout.decision.straggler.measured import Measured
 from torchscout.decision.types import EvidenceRecord, Manifestation, Scope, Surface
-from torchscout.replay.recipe import ABSENT, POISON, UNREPEATABLE, Comparison, Observation, Replay
+from torchscout.replay.recipe import ABSENT, POISON, UNREPEATABLE, Comparison, Measured, Observation, Replay
 from torchscout.utils.text import named
 
 __all__ = [

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -25,13 +26,13 @@ from torchscout.checkpoint.trust.gate_state import Checked, Outcome, Sealed, Wri
 from torchscout.checkpoint.trust.selection import select_checkpoint
 from torchscout.communicators import Job
 from torchscout.config import StragglerConfig
-from torchscout.decision.consensus import Status, Verdict, exact, statistical
+from torchscout.decision.consensus import Status, Verdict, exact
 from torchscout.decision.hang import Round, diagnose
 from torchscout.decision.progress import CommGroup, IssuedOp, Phase, Process, Progress, RankReport, Window
 from torchscout.decision.records.recorder import IncidentLog
 from torchscout.decision.sdc import SdcDiagnosis
-from torchscout.decision.straggler.diagnosis import PhaseDiagnosis
-from torchscout.decision.straggler.ranks import RankStragglers
+from torchscout.decision.straggler import PhaseStragglers, RankStragglers
+from torchscout.decision.timings import PeerTimes, Work
 from torchscout.decision.types import Action, EvidenceRecord, Incident, Manifestation, Scope
 from torchscout.mesh import Mesh
 from torchscout.observer.late_decision import LateDecision
@@ -272,15 +273,14 @@ def _compared(verdict: Verdict, peers: Sequence[int]) -> EvidenceRecord:
 
 def _slow(seen: Seen, mesh: Mesh) -> Incident:
     times = [(3.0 if rank in seen.ranks else 1.0) * (50 + rank % 3 / 10) for rank in range(len(mesh))]
-    layers, phases = RankStragglers(mesh, StragglerConfig()), PhaseDiagnosis(mesh, StragglerConfig())
+    layers, phases = RankStragglers(mesh, StragglerConfig()), PhaseStragglers(mesh, StragglerConfig())
     found: list[Incident] = []
     for step in range(40):
         if seen.what == "slow input":
             found = phases.observe(step, {Phase.INPUT: dict(enumerate(times))})
         else:
-            record = replace(_compared(statistical(times), range(len(mesh))), step=step)
-            record = replace(record, surface="time/module", manifestation=Manifestation.STRAGGLER)
-            found = layers.observe([record])
+            ranks, work = np.arange(len(mesh))[np.newaxis], Work("time/module", "", ())
+            found = layers.observe([PeerTimes(step, work, ranks, np.array([times]))])
         if found:
             return found[0]
     raise AssertionError("nothing was found")

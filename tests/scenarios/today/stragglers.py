@@ -9,22 +9,20 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torchscout.observer.rounds.diagnosis import compare_phases
-from torchscout.observer.rounds.rank_report import RankReport
-from torchscout.observer.rounds.reports import Reports
-
 from tests.scenarios.rows import Finding
 from tests.support.ranks import run_ranks
 from tests.support.replayed_job import checked_training
 from torchscout.c3.tree import Runs
 from torchscout.config import BaselineConfig, ObserverConfig, StragglerConfig
-from torchscout.decision.progress import Phase, Process, RankStatus
-from torchscout.decision.straggler.diagnosis import PhaseDiagnosis, Stragglers
-from torchscout.decision.straggler.measured import Lap, Measured, Table, encode, tables
-from torchscout.decision.straggler.timings import Timings
+from torchscout.decision.baseline import Stragglers
+from torchscout.decision.progress import Phase
+from torchscout.decision.straggler import PhaseStragglers
+from torchscout.decision.timings import Timings
 from torchscout.decision.types import Action, Incident, Manifestation
 from torchscout.faults.plan import FaultPlan
 from torchscout.mesh import Mesh, MeshAddress
+from torchscout.replay.recipe import Lap, Measured
+from torchscout.session.replay.time_comparison import decode, encode
 
 if TYPE_CHECKING:
     from tests.scenarios.test_stragglers import Job, Layout, Phases, RealJob, Recorded, Times
@@ -60,11 +58,12 @@ def remembered(job: Job) -> tuple[int, int]:
 
 def found_in_phases(given: Phases) -> list[Finding]:
     config = replace(StragglerConfig(), min_slowdown_ms=ObserverConfig().phase_ms)
-    diagnosis = PhaseDiagnosis(mesh_of(given.layout), config)
-    incidents = chain.from_iterable(
-        compare_phases(_reports(PHASES[given.phase], survey), diagnosis) for survey in given.surveys
+    diagnosis, phase = PhaseStragglers(mesh_of(given.layout), config), PHASES[given.phase]
+    surveys = (
+        {rank: took for rank, took in enumerate(survey) if took is not None} for survey in given.surveys
     )
-    return [finding_of(each) for each in incidents]
+    incidents = (diagnosis.observe(step, {phase: survey}) for step, survey in enumerate(surveys, 1))
+    return [finding_of(each) for each in chain.from_iterable(incidents)]
 
 
 def found_in_training(given: RealJob, run_dir: Path) -> list[Finding]:
@@ -99,10 +98,10 @@ def _observed(job: Job | Recorded, stragglers: Stragglers) -> Iterator[list[Inci
     mesh = mesh_of(job.layout)
     for step, measure in enumerate(job.play(), 1):
         times = measure()
-        timings = Timings(step, mesh, _received(times, mesh))
+        timings = _received(step, times, mesh)
         if stragglers.layers_to_time_again(timings):
             repeated = zip(times, *(measure() for _ in range(TIMED_AGAIN)), strict=True)
-            timings = Timings(step, mesh, _received([_shortest(each) for each in repeated], mesh))
+            timings = _received(step, [_shortest(each) for each in repeated], mesh)
         yield [*stragglers.observe(timings).incidents]
 
 
@@ -118,11 +117,11 @@ def _shortest(times: Sequence[Times | None]) -> Times | None:
     return first._replace(computing=computing)
 
 
-def _received(times: Sequence[Times | None], mesh: Mesh) -> list[Table]:
+def _received(step: int, times: Sequence[Times | None], mesh: Mesh) -> Timings:
     """What every rank receives from all of them."""
     sent = [encode([] if each is None else [_measured(each)], mesh) for each in times]
     layouts, columns = (Runs.joined([Runs.of(each) for each in part]) for part in zip(*sent, strict=True))
-    return tables(Runs.decode(layouts.encode()), Runs.decode(columns.encode()))
+    return decode(step, mesh, Runs.decode(layouts.encode()), Runs.decode(columns.encode()))
 
 
 def _measured(times: Times) -> Measured:
@@ -133,15 +132,3 @@ def _measured(times: Times) -> Measured:
     ]
     computing = {SURFACES[name]: took for name, took in times.computing.items()}
     return Measured(times.layer, (times.length,), computing, laps)
-
-
-def _reports(phase: Phase, survey: Sequence[float | None]) -> Reports:
-    reports = (
-        RankReport(
-            RankStatus(rank, Process.RUNNING, None),
-            (),
-            phase_seconds={} if took is None else {phase: took / 1000},
-        )
-        for rank, took in enumerate(survey)
-    )
-    return Reports.of({each.status.rank: each for each in reports})

@@ -9,16 +9,18 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
+import numpy as np
+
 from torchscout.campaign.cells.cell import LAYOUTS, Cell, Processes, Row
 from torchscout.campaign.cells.paper_cells import FAULTY, SLOW, hang_cells, numerical_cells, slow_layers
 from torchscout.campaign.results import Result, interval
 from torchscout.campaign.tables import printed
 from torchscout.config import StragglerConfig
-from torchscout.decision.consensus import exact, statistical
+from torchscout.decision.consensus import exact
 from torchscout.decision.progress import RankReport
 from torchscout.decision.records.recorder import Stamped
-from torchscout.decision.straggler.persistence import Times
-from torchscout.decision.straggler.ranks import COMPUTATION, RankStragglers
+from torchscout.decision.straggler import COMPUTATION, RankStragglers
+from torchscout.decision.timings import PeerTimes, Work
 from torchscout.decision.types import EvidenceRecord, Incident, Manifestation
 from torchscout.faults.ground_truth import GroundTruth
 from torchscout.faults.plan import FaultPlan
@@ -160,10 +162,8 @@ def unconfirmed(records: Iterable[EvidenceRecord], config: StragglerConfig) -> s
 
 
 def _materially_slow(record: EvidenceRecord, config: StragglerConfig) -> list[int]:
-    times = Times.of(record)
-    if times is None:
-        return []
-    slower = times.slower(config)
+    times = PeerTimes.of(record, config)
+    slower = set() if times is None else {each.rank for each in times.slower()}
     return [rank for rank in record.ranks if rank in slower]
 
 
@@ -178,18 +178,9 @@ class RawStepTimes:
 
     def observe(self, step: int, seconds: Sequence[float]) -> set[Claim]:
         """What the step times of one step, by rank, lead to."""
-        record = EvidenceRecord(
-            step=step,
-            surface="time/module",
-            manifestation=Manifestation.STRAGGLER,
-            peers=tuple(range(len(seconds))),
-            verdict=statistical(
-                [1e3 * each for each in seconds],
-                kappa=self._config.kappa,
-                ratio=self._config.min_slowdown_ratio,
-            ),
-        )
-        return claims_of(self._diagnosis.observe([record]))
+        ranks, times = np.arange(len(seconds))[np.newaxis], 1e3 * np.array([seconds])
+        compared = PeerTimes(step, Work("time/module", "", ()), ranks, times, self._config)
+        return claims_of(self._diagnosis.observe([compared]))
 
 
 def coordinate_vote(statuses: Sequence[RankReport], mesh: Mesh) -> set[Claim]:

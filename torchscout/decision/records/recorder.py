@@ -215,10 +215,10 @@ def _has_finding(record: EvidenceRecord, config: StragglerConfig) -> bool:
         return record.verdict is None
     if record.manifestation is not Manifestation.STRAGGLER:
         return True
-    from torchscout.decision.straggler.persistence import Times  # not above: observers need no NumPy
+    from torchscout.decision.timings import PeerTimes  # not above: observers need no NumPy
 
-    times = Times.of(record)
-    return not times or bool(times.slower(config))
+    times = PeerTimes.of(record, config)
+    return times is None or bool(times.slower())
 
 
 def record_one(run_dir: Path | str, rank: int, item: Recordable) -> None:

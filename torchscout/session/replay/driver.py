@@ -20,12 +20,11 @@ from torchscout.decision.ownership import Ownership
 from torchscout.decision.policy import step_slowdown
 from torchscout.decision.records.recorder import Recorder, SummaryRecorder
 from torchscout.decision.sdc import OpenIncidents, SdcDiagnosis
-from torchscout.decision.straggler.measured import Measured
 from torchscout.decision.types import EvidenceRecord, Incident, Manifestation, from_json
 from torchscout.log import log
 from torchscout.mesh import LayerKind, Mesh
 from torchscout.replay.finite import FINITE, FiniteState, not_finite
-from torchscout.replay.recipe import Mode, Recipe
+from torchscout.replay.recipe import Measured, Mode, Recipe
 from torchscout.replay.recipes.owned_state import OWNED_STATE, OwnedStateRecipe
 from torchscout.replay.recipes.replicated_state import ReplicatedStateRecipe
 from torchscout.replay.replayer import Replayer
@@ -221,7 +220,7 @@ class ReplayDriver:
         self._pace.check_took(self._now() - began, check.paths, findings.on_shapes)
         self._guard(self._report_coverage)
 
-    def _doubted(self, step: int, findings: Findings, measured: Sequence[Measured]) -> Collection[str | None]:
+    def _doubted(self, step: int, findings: Findings, measured: Sequence[Measured]) -> Collection[str]:
         """See ``Replayer.doubted``. Votes on the check are sent with the times; they count if no time is
         doubted."""
         findings.records.extend(self._captures.records(step))

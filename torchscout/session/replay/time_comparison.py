@@ -5,16 +5,18 @@ unless every comparison is recorded, rank 0 does so for all. The others only nee
 and rank 0 reports what it finds. Looking for slow ranks is about half of rank 0's work in a large job, and no
 rank waits for it: a thread does it during the next step.
 
-The votes of a check are in the same message as its times, so that ranks wait for each other once.
+The votes of a check are in the same message as its times, so that ranks wait for each other once. A rank
+sends its *layout*, which says what was timed and is usually the same on many ranks, and its *column* of
+numbers.
 """
 
 from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,13 +24,16 @@ import numpy as np
 from torchscout.c3.tree import Runs
 from torchscout.communicators import Communicators
 from torchscout.config import BaselineConfig, StragglerConfig
-from torchscout.decision.straggler.diagnosis import Slowness, Stragglers
-from torchscout.decision.straggler.measured import Measured, encode, tables
-from torchscout.decision.straggler.timings import Timings
-from torchscout.mesh import Mesh
+from torchscout.decision.baseline import Slowness, Stragglers
+from torchscout.decision.timings import Calls, Floats, Ints, Timings, Work
+from torchscout.mesh import AXES, LayerKind, Mesh
+from torchscout.replay.recipe import Measured
 
-__all__ = ["Compared", "TimeComparison"]
+__all__ = ["Compared", "TimeComparison", "decode", "encode"]
 
+_FORMAT = 1
+_IDENTITY = 4
+"""Numbers that identify a process group and its work: first and last member, size, elements."""
 _LENGTHS = struct.Struct("<II")
 _NOTHING = Slowness([], [])
 
@@ -36,7 +41,7 @@ _NOTHING = Slowness([], [])
 class Compared(NamedTuple):
     """What all ranks have agreed on after they exchanged times and votes."""
 
-    doubted: set[str | None]
+    doubted: set[str]
     """The layers to time again, on all ranks alike; see ``Replayer.doubted``."""
     highest: list[int]
     """The highest of all ranks' votes."""
@@ -61,7 +66,7 @@ class TimeComparison:
     ) -> None:
         """``by_all`` if every rank records its comparisons; ``guard`` returns None if a function raises."""
         self._mesh, self._communicators, self._guard = mesh, communicators, guard
-        self._config, self._by_all = straggler, by_all
+        self._by_all = by_all
         self._new_stragglers = partial(Stragglers, mesh, rank, straggler, baseline)
         self._observed: Future[Slowness] | None = None
         self.start_over()
@@ -119,10 +124,10 @@ class TimeComparison:
         doubted, highest = json.loads(self._communicators.consult(payloads, answer))
         return Compared({*doubted}, highest)
 
-    def _judge(self, step: int, layouts: Runs, columns: Runs, is_final: bool) -> set[str | None]:
+    def _judge(self, step: int, layouts: Runs, columns: Runs, is_final: bool) -> set[str]:
         """Return the layers to time again; if there are none, begin to look for what is slow."""
-        timings = Timings(step, self._mesh, tables(layouts, columns), self._config)
-        doubted = set() if is_final else self._stragglers.layers_to_time_again(timings)
+        timings = decode(step, self._mesh, layouts, columns)
+        doubted = set[str]() if is_final else self._stragglers.layers_to_time_again(timings)
         if not doubted:
             beside = ThreadPoolExecutor(1, "torchscout-times")
             self._observed = beside.submit(self._stragglers.observe, timings)
@@ -140,3 +145,81 @@ def _highest(ballots: Runs) -> list[int]:
     rows = np.frombuffer(ballots.payloads, "<i8").reshape(len(ballots.lengths), -1)
     highest: list[int] = rows.max(axis=0).tolist()
     return highest
+
+
+def encode(measured: Sequence[Measured], mesh: Mesh) -> tuple[bytes, bytes]:
+    """Return the layout and the column of one rank's times.
+
+    Members of a process group are left out: the ranks that send times of a group are its members.
+    """
+    layout: list[object] = [_FORMAT]
+    column: list[float] = []
+    for each in measured:
+        laps = [[lap.surface, _axis_of(mesh, lap.members), len(lap.milliseconds)] for lap in each.laps]
+        layout.append([each.layer, [*each.shape], [*each.times], laps])
+        column += each.times.values()
+        for lap in each.laps:
+            members = lap.members
+            column += (min(members), max(members), len(members), lap.elements, *lap.milliseconds)
+    return json.dumps(layout).encode(), np.array(column, "<f8").tobytes()
+
+
+def decode(step: int, mesh: Mesh, layouts: Runs, columns: Runs) -> Timings:
+    """Decode what all ranks have sent. Raises ``ValueError`` if a column does not have its layout."""
+    ranks: dict[bytes, list[Ints]] = {}
+    first = 0
+    for count, layout in zip(layouts.counts.tolist(), _payloads(layouts), strict=True):
+        ranks.setdefault(layout, []).append(np.arange(first, first + count))
+        first += count
+    run_of = np.repeat(np.arange(len(columns.counts)), columns.counts)
+    sizes = columns.lengths.astype(np.int64)
+    begins = np.cumsum(sizes) - sizes
+    numbers = np.frombuffer(columns.payloads, "<f8")
+    timings = Timings(step, mesh)
+    for layout, parts in ranks.items():
+        version, *described = json.loads(layout)
+        if version != _FORMAT:
+            raise ValueError(f"a rank sent times in format {version}, but this one uses {_FORMAT}")
+        members = np.concatenate(parts)
+        width = sum(len(each[2]) + sum(_IDENTITY + lap[2] for lap in each[3]) for each in described)
+        runs = run_of[members]
+        if wrong := sizes[runs][sizes[runs] != 8 * width].tolist():
+            raise ValueError(f"{len(wrong)} of {len(members)} ranks sent {wrong[0]} bytes for {width} times")
+        if width:
+            rows = np.lib.stride_tricks.sliding_window_view(numbers, width)[begins[runs] // 8]
+            _add(timings, described, members, rows)
+    return timings
+
+
+def _add(timings: Timings, described: Sequence[Any], ranks: Ints, rows: Floats) -> None:
+    """Add the times of ranks with the same layout."""
+    place = 0
+    for layer, shape, surfaces, laps in described:
+        for surface in surfaces:
+            timings.add(Work(surface, layer, tuple(shape)), ranks, rows[:, place])
+            place += 1
+        for surface, axis, count in laps:
+            groups = rows[:, place : place + _IDENTITY].astype(np.int64)
+            times = rows[:, place + _IDENTITY : place + _IDENTITY + count]
+            timings.add_collectives(Calls(surface, axis, layer, tuple(shape), count), ranks, groups, times)
+            place += _IDENTITY + count
+
+
+def _payloads(runs: Runs) -> Iterator[bytes]:
+    start = 0
+    for length in runs.lengths.tolist():
+        yield runs.payloads[start : start + length]
+        start += length
+
+
+@lru_cache(maxsize=256)
+def _axis_of(mesh: Mesh, members: tuple[int, ...]) -> str:
+    """Return the mesh axis of a process group, of dense layers or of experts.
+
+    For a group over several axes, or a part of one, these are the axes along which its members differ.
+    """
+    members = tuple(sorted(members))
+    along = (
+        axis for role in LayerKind for axis in AXES if mesh.ranks_along(axis, members[0], role) == members
+    )
+    return next(along, None) or "+".join(mesh.axes_across(members, LayerKind.DENSE))

@@ -1,17 +1,16 @@
-"""Which cause explains slow process groups. Whole jobs are in the table of stragglers, rarer layouts here."""
+"""What slow process groups have in common, and when it is reported."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import pytest
 
 from torchscout.config import StragglerConfig
-from torchscout.decision.consensus import statistical
-from torchscout.decision.straggler.groups import CollectiveTime, GroupDiagnosis
-from torchscout.decision.straggler.localization import Diagnosis, Group, localize
-from torchscout.decision.types import EvidenceRecord, Incident, Manifestation, Scope
+from torchscout.decision.groups import Diagnosis, Group, GroupStragglers, localize
+from torchscout.decision.timings import GroupTimes
+from torchscout.decision.types import Incident, Scope
 from torchscout.mesh import Mesh, MeshAddress
 
 SURFACES = {"shard": "time/all_gather", "tensor": "time/all_reduce", "replica": "time/reduce_scatter"}
@@ -161,41 +160,36 @@ def test_unknown_hosts_leave_the_process_groups():
 # Over several checks.
 
 
-def record(surface: str) -> EvidenceRecord:
-    return EvidenceRecord(
-        step=0,
-        surface=surface,
-        manifestation=Manifestation.STRAGGLER,
-        peers=(0, 2, 4),
-        verdict=statistical([1.0, 1.0, 9.0]),
-    )
-
-
-RECORDS = [record(surface) for surface in SURFACES.values()]
-
-
-def times(mesh: Mesh, slow: Iterable[Group] = (), axes: Iterable[str] = ("shard", "tensor")) -> list:
-    """10 ms per collective, and five times that on the slow groups."""
+def times(
+    mesh: Mesh, slow: Iterable[Group] = (), axes: Iterable[str] = ("shard", "tensor"), ms: float = 10.0
+) -> list[GroupTimes]:
+    """Ten milliseconds per collective, and five times that on the slow groups."""
     slow = {*slow}
     return [
-        CollectiveTime(group.axis, group.ranks, SURFACES[group.axis], 50.0 if group in slow else 10.0)
-        for group in groups_of(mesh, *axes)
+        GroupTimes(
+            SURFACES[axis],
+            axis,
+            "layer.0",
+            4096,
+            {each.ranks: 5 * ms if each in slow else ms for each in groups_of(mesh, axis)},
+        )
+        for axis in axes
     ]
 
 
 def watch(
-    mesh: Mesh, rounds: list[list[CollectiveTime]], config: StragglerConfig = DEFAULTS
+    mesh: Mesh, rounds: Sequence[Sequence[GroupTimes]], config: StragglerConfig = DEFAULTS
 ) -> list[Incident]:
-    diagnosis = GroupDiagnosis(mesh, config)
-    return [found for step, each in enumerate(rounds) for found in diagnosis.observe(step, each, RECORDS)]
+    diagnosis = GroupStragglers(mesh, config)
+    return [found for step, each in enumerate(rounds) for found in diagnosis.observe(step, each)[0]]
 
 
 def test_each_finding_has_its_own_evidence_and_says_which_groups_are_slow():
     slow = times(figure(), [shard(0, 1), tensor(4, 12)])
     machine, network = sorted(watch(figure(), [slow] * 3), key=lambda found: found.scope.value)
     assert (machine.scope, network.scope) == (Scope.MACHINE, Scope.PROCESS_GROUP)
-    assert [each.surface for each in machine.records] == ["time/all_reduce"]
-    assert [each.surface for each in network.records] == ["time/all_gather"]
+    assert [(each.surface, each.ranks) for each in machine.records] == [("time/all_reduce", (4,))]
+    assert [(each.surface, each.ranks) for each in network.records] == [("time/all_gather", (0,))]
     assert all(fact in machine.sentence for fact in ("{4, 12}", "machine-4"))
     assert all(fact in network.sentence for fact in ("{0, 1}", "machine-0", "machine-1"))
 
@@ -210,7 +204,7 @@ def test_settings_are_followed():
 
 def test_a_fast_small_collective_does_not_exonerate():
     small = [
-        each._replace(surface="time/all_gather", milliseconds=0.1, shape=(8,))
+        each._replace(elements=8, milliseconds=dict.fromkeys(each.milliseconds, 0.1))
         for each in times(figure(), axes=["tensor"])
     ]
     (found,) = watch(figure(), [times(figure(), FAULT) + small] * 8)
@@ -221,11 +215,10 @@ def test_a_group_that_hovers_at_the_edge_delays_but_does_not_silence():
     """Slow inside the machine once, then neither slow enough to count nor back to normal."""
     between = times(figure(), [shard(4, 5)], axes=["shard"])
 
-    def inside(milliseconds: float) -> list[CollectiveTime]:
-        return [
-            each._replace(milliseconds=milliseconds if each.ranks == (4, 12) else 10 + each.ranks[0] % 4 / 2)
-            for each in times(figure(), axes=["tensor"])
-        ]
+    def inside(milliseconds: float) -> list[GroupTimes]:
+        (found,) = times(figure(), axes=["tensor"])
+        usual = {ranks: 10 + ranks[0] % 4 / 2 for ranks in found.milliseconds}
+        return [found._replace(milliseconds=usual | {(4, 12): milliseconds})]
 
     found = watch(figure(), [between + inside(50.0)] + [between + inside(12.5)] * 8)
     assert [(incident.scope, incident.step) for incident in found] == [(Scope.PROCESS_GROUP, 5)]
@@ -239,11 +232,10 @@ def test_two_groups_that_agree_are_not_known_to_be_normal():
     assert "or the network" in found.sentence
 
 
-def test_what_is_not_comparable_says_nothing():
-    few = [each for each in times(figure(), FAULT) if each.ranks in ((4, 12), (0, 8))]
-    assert watch(figure(), [times(figure())] * 2 + [few] * 8) == [], "too few groups are no majority"
-    uneven = [each._replace(shape=(each.ranks == (4, 12),)) for each in times(figure(), FAULT)]
-    assert watch(figure(), [[each for each in uneven if each.axis == "tensor"]] * 8) == [], "other work"
+def test_too_few_groups_are_no_majority():
+    (slow,) = times(figure(), FAULT, axes=["tensor"])
+    few = slow._replace(milliseconds={ranks: slow.milliseconds[ranks] for ranks in [(4, 12), (0, 8)]})
+    assert watch(figure(), [times(figure())] * 2 + [[few]] * 8) == []
 
 
 def test_one_machine_among_16384_ranks():
@@ -253,21 +245,3 @@ def test_one_machine_among_16384_ranks():
     (found,) = watch(mesh, [times(mesh, slow, axes)] * 4)
     assert (found.scope, found.hosts, {*found.ranks}) == (Scope.MACHINE, ("machine-777",), bad)
     assert len(found.sentence) < 300
-
-
-GOOD = CollectiveTime("shard", (4, 5), "time/all_gather", 1.0)
-
-
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        *(([GOOD._replace(ranks=ranks)], "needs .* got") for ranks in [(), (3,), (5, 4), (4, 4)]),
-        *(([GOOD._replace(milliseconds=ms)], f"took {ms} ms") for ms in (float("nan"), float("inf"), -1.0)),
-        *(([GOOD._replace(ranks=ranks)], "not in a mesh of 16 ranks") for ranks in [(4, 16), (-1, 4)]),
-        ([GOOD, GOOD], "timed twice"),
-        ([GOOD._replace(surface="time/other")], "no evidence record for time/other"),
-    ],
-)
-def test_wrong_times_are_refused(wrong: list[CollectiveTime], message: str):
-    with pytest.raises(ValueError, match=message):
-        GroupDiagnosis(figure(), DEFAULTS).observe(0, wrong, RECORDS)

@@ -1,22 +1,31 @@
-"""What slow process groups have in common: a machine, the network, or the job (paper, section 6.1.2).
+"""Finds slow process groups and what they have in common: a machine, the network, or the job (paper, section
+6.1.2).
 
-Set logic over the slow and the measured groups. Groups are distinguished by what they span, one machine or
-several, and not by the name of their axis. Which link or switch of the network is at fault is left to the
-tools of the network.
+A collective delays all its members, so its time names a process group and never one member. Corresponding
+groups are compared in every check, and ``localize`` explains those that are persistently slow: set logic
+over the slow and the measured groups. Groups are distinguished by what they span, one machine or several, and
+not by the name of their axis. Which link or switch is at fault is left to the tools of the network.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
-from torchscout.mesh import Mesh
-from torchscout.utils.text import listed
+import numpy as np
 
-__all__ = ["Diagnosis", "Group", "Localization", "localize", "undecided"]
+from torchscout.config import StragglerConfig
+from torchscout.decision.consensus import statistical
+from torchscout.decision.straggler import History
+from torchscout.decision.timings import GroupTimes, PeerTimes, Work
+from torchscout.decision.types import Action, EvidenceRecord, Incident, Manifestation, Scope, Surface
+from torchscout.mesh import Mesh
+from torchscout.utils.text import listed, sentences
+
+__all__ = ["Diagnosis", "Group", "GroupStragglers", "Localization", "localize", "undecided"]
 
 _MACHINES = 2
 """Machines that may be at fault at once in a small job."""
@@ -85,6 +94,12 @@ class Localization:
     @property
     def names_machines(self) -> bool:
         return self.diagnosis in (Diagnosis.MACHINE, Diagnosis.INTRA_MACHINE) and not self.ambiguous
+
+    @property
+    def scope(self) -> Scope:
+        if self.names_machines:
+            return Scope.MACHINE
+        return Scope.JOB if self.diagnosis is Diagnosis.JOB else Scope.PROCESS_GROUP
 
     @property
     def sentence(self) -> str:
@@ -240,3 +255,203 @@ def _endpoints(groups: Sequence[Group], ranks: Sequence[int]) -> tuple[int, ...]
 def _abridged(ranks: Sequence[int]) -> str:
     shown = [str(rank) for rank in ranks]
     return ", ".join(shown if len(shown) <= 8 else [*shown[:3], "...", shown[-1]])
+
+
+_MAX_DELAY = 4
+"""Rounds that findings may wait until a group is confirmed or normal again."""
+_REST = 2
+"""Rounds that a reported group may be normal without being reported again."""
+
+
+class _Reported(NamedTuple):
+    """A part of a finding that was reported."""
+
+    groups: tuple[Group, ...]
+    """The slow groups of that finding."""
+    rounds: int = 0
+    """Rounds that measured any of them since one was last slow."""
+
+
+class _Kind(NamedTuple):
+    """What groups whose times are comparable have in common."""
+
+    axis: str
+    surface: Surface
+    placement: tuple[int, ...]
+    """Members per machine: a group within one machine is not compared with one that spans several."""
+
+
+class _Corresponding:
+    """The groups of one kind, which are numbered, and those that are slow."""
+
+    def __init__(self, config: StragglerConfig) -> None:
+        self._config = config
+        self.groups: list[Group] = []
+        self.history = History(config)
+        self.measured: set[Group] = set()
+        """In the latest round."""
+        self.record: EvidenceRecord | None = None
+        """The latest comparison."""
+        self._numbers: dict[Group, int] = {}
+
+    def compared(self, step: int, work: Work, times: Mapping[Group, float]) -> PeerTimes | None:
+        """Compare the groups; None if they are too few for a majority."""
+        for group in times:
+            if group not in self._numbers:
+                self._numbers[group] = len(self.groups)
+                self.groups.append(group)
+        if len(times) < min(3, len(self.groups)) or len(times) < 2:
+            return None
+        numbers = [self._numbers[group] for group in times]
+        self.measured |= times.keys()
+        self.record = _evidence(step, work, times, self._config)
+        return PeerTimes(step, work, np.array([numbers]), np.array([[*times.values()]]), self._config)
+
+    def slow(self) -> list[Group]:
+        return [self.groups[number] for number in sorted(self.history.confirmed)]
+
+    def is_behind(self, group: Group) -> bool:
+        return self._numbers.get(group) in self.history.behind
+
+
+def _evidence(step: int, work: Work, times: Mapping[Group, float], config: StragglerConfig) -> EvidenceRecord:
+    """Return the comparison as one of the groups' first members: each has the time of its slowest group."""
+    first: dict[int, float] = {}
+    for group, milliseconds in times.items():
+        first[group.ranks[0]] = max(milliseconds, first.get(group.ranks[0], 0.0))
+    peers = tuple(sorted(first))
+    return EvidenceRecord(
+        step=step,
+        surface=work.surface,
+        manifestation=Manifestation.STRAGGLER,
+        peers=peers,
+        verdict=statistical(
+            [first[rank] for rank in peers], kappa=config.kappa, ratio=config.min_slowdown_ratio
+        ),
+        layer=work.layer or None,
+        shape=work.shape,
+    )
+
+
+class GroupStragglers:
+    """Turns the times of process groups in each check into incidents."""
+
+    def __init__(self, mesh: Mesh, config: StragglerConfig) -> None:
+        self._mesh, self._config = mesh, config
+        self._kinds: dict[_Kind, _Corresponding] = {}
+        self._placements: dict[tuple[int, ...], tuple[int, ...]] = {}
+        """Members per machine, by the ranks of a group."""
+        self._reported: dict[tuple[object, ...], _Reported] = {}
+        self._delayed = 0
+        """Rounds that findings have waited."""
+
+    def observe(
+        self, step: int, measured: Iterable[GroupTimes]
+    ) -> tuple[list[Incident], list[PeerTimes], list[EvidenceRecord]]:
+        """Add the times of one check, without cold ones; return incidents, and what was compared, twice.
+
+        A finding is reported once, and again if it grows, or comes back after some normal rounds.
+        """
+        rounds: dict[_Kind, list[PeerTimes]] = defaultdict(list)
+        records = list[EvidenceRecord]()
+        for kind in self._kinds.values():
+            kind.measured = set()
+        for times in measured:
+            for key, work, of_group in self._by_kind(times):
+                kind = self._kinds.setdefault(key, _Corresponding(self._config))
+                if (comparison := kind.compared(step, work, of_group)) is not None:
+                    rounds[key].append(comparison)
+                    records += [kind.record] if kind.record is not None else []
+        for key, comparisons in rounds.items():
+            self._kinds[key].history.observe(comparisons)
+        incidents = self._new_findings(step) if rounds else []
+        return incidents, [each for found in rounds.values() for each in found], records
+
+    def _by_kind(self, times: GroupTimes) -> list[tuple[_Kind, Work, dict[Group, float]]]:
+        found: dict[_Kind, dict[Group, float]] = defaultdict(dict)
+        for ranks, milliseconds in times.milliseconds.items():
+            kind = _Kind(times.axis, times.surface, self._placement(ranks))
+            found[kind][Group(times.axis, ranks)] = milliseconds
+        work = Work(times.surface, times.layer, (times.elements,))
+        return [(kind, work, of_group) for kind, of_group in found.items()]
+
+    def _placement(self, ranks: tuple[int, ...]) -> tuple[int, ...]:
+        if ranks not in self._placements:
+            on_machine = Counter(map(self._mesh.host_of, ranks))
+            self._placements[ranks] = tuple(sorted(on_machine.values()))
+        return self._placements[ranks]
+
+    def _new_findings(self, step: int) -> list[Incident]:
+        self._delayed = self._delayed + 1 if self._may_change() else 0
+        if 0 < self._delayed <= _MAX_DELAY:
+            return []
+        findings = self._findings()
+        new = [finding for finding in findings if not _subjects(finding) <= self._reported.keys()]
+        self._forget_what_was_normal()
+        for finding in findings:
+            self._reported |= dict.fromkeys(_subjects(finding), _Reported(finding.groups))
+        return [self._incident(finding, step) for finding in new]
+
+    def _forget_what_was_normal(self) -> None:
+        """Not after one round: what is hardly slow has a normal round now and then."""
+        for subject, (groups, rounds) in list(self._reported.items()):
+            measured = [
+                (kind, group) for kind in self._kinds.values() for group in groups if group in kind.measured
+            ]
+            if any(kind.is_behind(group) for kind, group in measured):
+                self._reported[subject] = _Reported(groups)
+            elif measured and rounds == _REST:
+                del self._reported[subject]
+            elif measured:
+                self._reported[subject] = _Reported(groups, rounds + 1)
+
+    def _findings(self) -> tuple[Localization, ...]:
+        slow = [(kind, group) for kind in self._kinds.values() for group in kind.slow()]
+        if not slow:
+            return ()
+        if known := [group for kind, group in slow if len(kind.groups) >= 3]:
+            large = (kind for kind in self._kinds.values() if len(kind.groups) >= 3)
+            return localize(self._mesh, known, [group for kind in large for group in kind.groups])
+        pairs = {tuple(sorted(kind.groups)) for kind, _ in slow}
+        return tuple(undecided(self._mesh, pair) for pair in sorted(pairs))
+
+    def _may_change(self) -> bool:
+        """Whether a group that may be confirmed next would change the finding.
+
+        A slow machine must not be reported as a slow network because its inner group is confirmed later.
+        """
+        inner: set[str] = set()
+        leaving: set[str] = set()
+        pending = list[tuple[str, ...]]()
+        for kind in self._kinds.values():
+            for group in kind.slow():
+                hosts = self._mesh.hosts_of(group.ranks)
+                (inner if len(hosts) == 1 else leaving).update(hosts)
+            pending += (self._mesh.hosts_of(kind.groups[number].ranks) for number in kind.history.unconfirmed)
+        return any(not (leaving if len(hosts) == 1 else inner).isdisjoint(hosts) for hosts in pending)
+
+    def _incident(self, finding: Localization, step: int) -> Incident:
+        explained = {*finding.groups}
+        actions = {Diagnosis.MACHINE: Action.REPLACE, Diagnosis.JOB: Action.CONTINUE}
+        return Incident(
+            manifestation=Manifestation.STRAGGLER,
+            scope=finding.scope,
+            step=step,
+            ranks=finding.ranks,
+            hosts=finding.hosts,
+            records=tuple(
+                kind.record
+                for kind in self._kinds.values()
+                if kind.record is not None and not explained.isdisjoint(kind.slow())
+            ),
+            action=Action.INSPECT if finding.ambiguous else actions.get(finding.diagnosis, Action.INSPECT),
+            sentence=sentences(finding.sentence),
+        )
+
+
+def _subjects(finding: Localization) -> set[tuple[object, ...]]:
+    """The parts of a finding, so that a finding which shrinks is not new."""
+    parts: Sequence[object] = finding.hosts if finding.names_machines else finding.groups
+    if finding.diagnosis is Diagnosis.JOB:
+        parts = ["job"]
+    return {(finding.diagnosis, finding.ambiguous, part) for part in parts}
