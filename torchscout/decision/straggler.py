@@ -73,7 +73,7 @@ class _Noise:
 
     def __init__(self, config: StragglerConfig) -> None:
         self._kappa = config.kappa
-        self._rounds: deque[tuple[float, int]] = deque(maxlen=config.history)
+        self._rounds: deque[tuple[float, float]] = deque(maxlen=config.history)
         """The scale of each round, and its degrees of freedom."""
         self._differences: dict[tuple[int, int], Floats] = {}
         """Those of pairs in the latest round, by the first rank and the number of pairs."""
@@ -92,14 +92,15 @@ class _Noise:
         usual = statistics.median(scale for scale, _ in rounds)
         return self._kappa * usual * math.exp(4 / sum(degrees for _, degrees in rounds))
 
-    def _of(self, comparison: PeerTimes) -> tuple[float, int] | None:
+    def _of(self, comparison: PeerTimes) -> tuple[float, float] | None:
         spreads, counts = comparison.spreads(), comparison.counts - 2
         if (last := self._differences.get(_place(comparison))) is not None:
             # Of a difference with standard deviation s * sqrt(2), the change is 1.349 s in the median.
             changes = np.abs(comparison.differences() - last) / 1.349
-            spreads, counts = np.fmin(spreads, changes), np.where(np.isnan(changes), counts, 1)
+            # Successive changes have one difference in common.
+            spreads, counts = np.fmin(spreads, changes), np.where(np.isnan(changes), counts, 2 / 3)
         known = ~np.isnan(spreads)
-        return (float(np.median(spreads[known])), int(counts[known].sum())) if known.any() else None
+        return (float(np.median(spreads[known])), float(counts[known].sum())) if known.any() else None
 
 
 def _place(comparison: PeerTimes) -> tuple[int, int]:
