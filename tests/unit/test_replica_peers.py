@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import signal
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -157,6 +158,17 @@ def test_a_stream_that_ends_early_leaves_nothing(owner: Peer, tmp_path: Path):
     with socket.create_connection(owner.address) as connection:
         connection.sendall(MAGIC + secret.ticket + sealed_pieces(secret, data)[: PIECE + 300])
     until(lambda: files(tmp_path / "b") == [], "it is dropped")
+
+
+def test_a_process_that_does_not_end_is_killed_and_leaves_nothing(
+    replicator: Replicator, owner: Peer, tmp_path: Path
+):
+    assert replicator.pid is not None
+    admitted(owner, "t", len(shard(tmp_path)))
+    assert files(tmp_path / "b") != []
+    os.kill(replicator.pid, signal.SIGSTOP)
+    replicator.close()
+    assert files(tmp_path / "b") == []
 
 
 def is_closed(connection: socket.socket) -> bool:

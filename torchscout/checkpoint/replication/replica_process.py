@@ -10,6 +10,7 @@ import time
 from contextlib import ExitStack, suppress
 from typing import IO, Any
 
+from torchscout.checkpoint.storage import shards
 from torchscout.errors import CheckpointError
 from torchscout.utils.child_process import command
 from torchscout.utils.listener import Address
@@ -25,6 +26,7 @@ class ReplicaProcess:
 
     def __init__(self, setup: dict[str, Any], listens: Address) -> None:
         """Raises ``CheckpointError`` if it cannot listen or does not start, and ``ValueError`` as it does."""
+        self._memory: str = setup["memory"]
         self._commands = self._events = b""
         self._process = subprocess.Popen(
             command("torchscout.checkpoint.replication.process"),
@@ -74,7 +76,7 @@ class ReplicaProcess:
         return [json.loads(line) for line in lines], ended
 
     def close(self) -> None:
-        """End the process, which then removes what has arrived in part."""
+        """End the process, and remove what has arrived in part if it did not do so in time."""
         for pipe in (self._stdin, self._stdout):
             with suppress(OSError):
                 pipe.close()
@@ -83,6 +85,7 @@ class ReplicaProcess:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+            shards.clean(self._memory)
 
     @property
     def _stdin(self) -> IO[bytes]:
