@@ -179,6 +179,24 @@ ROWS = [
         must_come=[lost([2], "machine", "replace")],
     ),
     Row(
+        "the observer of a machine of one rank is gone, and a timeout ends the others, which wait for it",
+        given=Job(replica=4, machines=one_each(4))
+        .group("world", *EVERYBODY, timeout=60)
+        .steps(2)
+        .enter("world", 0, 1, 3)
+        .no_answer(2, connection="closed")
+        .seconds(60)
+        .end("failed", 0, 1, 3)
+        .ask(0.5)
+        .ask(3.5),
+        must_come=either(
+            [crash(EVERYBODY, "process group", "restart")],
+            [crash([2], "rank", "restart")],
+            *not_known(*EVERYBODY).answers,
+        ),
+        never=[0, 1, 3],
+    ),
+    Row(
         "the observer of a machine of one rank is gone, and another trainer fails outside of all operations",
         given=confirmed(
             replicas(machines=one_each(4))
