@@ -8,10 +8,12 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -348,6 +350,31 @@ def test_an_observer_that_dies_is_started_again_where_it_was_and_not_for_ever(
             observer.status()
     finally:
         observer.close()
+
+
+def test_nobody_waits_for_an_observer_that_is_being_started_again(
+    observer: ObserverHandle, monkeypatch: pytest.MonkeyPatch
+):
+    begun, go_on, start = threading.Event(), threading.Event(), observers._start_process
+
+    def slowly(*arguments: Any) -> Any:
+        begun.set()
+        assert go_on.wait(60)
+        return start(*arguments)
+
+    monkeypatch.setattr(observers, "_RESTART_SECONDS", 0.0)
+    monkeypatch.setattr(observers, "_start_process", slowly)
+    observer.keep_alive()
+    observer._process.kill()
+    assert begun.wait(60)
+    try:
+        for ask in (lambda: observer.change(timeout=0.1, min_silence_seconds=9.0), observer.status):
+            with pytest.raises(ObserverError, match="is being restarted"):
+                ask()
+        assert observer.config.min_silence_seconds != 9.0
+    finally:
+        go_on.set()
+    assert observer.status(timeout=60)["config"]["min_silence_seconds"] == QUICK.min_silence_seconds
 
 
 def test_a_released_observer_is_not_started_again(assignment: ObserverSpec, monkeypatch: pytest.MonkeyPatch):

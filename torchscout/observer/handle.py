@@ -12,8 +12,8 @@ import select
 import subprocess
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
@@ -113,9 +113,10 @@ class ObserverHandle:
 
         ``copied`` are the positions of hubs whose news this observer records, too.
         """
-        with self._lock:
+        deadline = time.monotonic() + timeout
+        with self._held(deadline):
             line = {"hubs": [list(address) for address in hubs], "copied": list(copied)}
-            self._write(line, time.monotonic() + timeout)
+            self._write(line, deadline)
             self._hubs, self._copied = hubs, copied
 
     def keep_alive(self) -> None:
@@ -156,9 +157,9 @@ class ObserverHandle:
 
     def change(self, *, timeout: float = 1.0, **settings: Any) -> None:
         """Change fields of the ``ObserverConfig`` while it runs; raises ``ValueError`` for an invalid one."""
-        config = replace(self.config, **settings)
-        with self._lock:
-            self._write({"config": settings}, time.monotonic() + timeout)
+        config, deadline = replace(self.config, **settings), time.monotonic() + timeout
+        with self._held(deadline):
+            self._write({"config": settings}, deadline)
             self.config = config
 
     def status(self, *, timeout: float = 1.0) -> Mapping[str, Any]:
@@ -167,16 +168,12 @@ class ObserverHandle:
         Raises ``ObserverError`` if it does not answer in time.
         """
         deadline = time.monotonic() + timeout
-        if not self._lock.acquire(timeout=timeout):
-            raise self._error("is being restarted")
-        try:
+        with self._held(deadline):
             self._questions += 1
             self._write({"status": self._questions}, deadline)
             while (answer := self._read(deadline)).pop("answer", None) != self._questions:
                 continue  # a late answer to an earlier question
             return answer
-        finally:
-            self._lock.release()
 
     def close(self, *, timeout: float = 1.0) -> None:
         """Ask it to exit, which it does at once or, if it hosts a hub, after the others. Idempotent."""
@@ -196,6 +193,16 @@ class ObserverHandle:
             self._input.close()
             self._output.close()
 
+    @contextmanager
+    def _held(self, deadline: float) -> Iterator[None]:
+        """Hold the lock, which a restart holds for up to 30 s."""
+        if not self._lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
+            raise self._error("is being restarted")
+        try:
+            yield
+        finally:
+            self._lock.release()
+
     def _write(self, line: Mapping[str, Any], deadline: float) -> None:
         rest = memoryview(json.dumps(line).encode() + b"\n")
         try:
@@ -208,13 +215,16 @@ class ObserverHandle:
             raise self._error("is gone") from error
 
     def _read(self, deadline: float) -> dict[str, Any]:
-        while b"\n" not in self._rest:
-            if not _is_ready(self._output, select.POLLIN, deadline):
-                raise self._error("does not answer")
-            chunk = os.read(self._output.fileno(), 1 << 16)
-            if not chunk:
-                raise self._error("is gone")
-            self._rest += chunk
+        try:
+            while b"\n" not in self._rest:
+                if not _is_ready(self._output, select.POLLIN, deadline):
+                    raise self._error("does not answer")
+                chunk = os.read(self._output.fileno(), 1 << 16)
+                if not chunk:
+                    raise self._error("is gone")
+                self._rest += chunk
+        except (OSError, ValueError) as error:  # ValueError: the pipe is closed, as by ``leave``
+            raise self._error("is gone") from error
         line, _, self._rest = self._rest.partition(b"\n")
         answer: dict[str, Any] = json.loads(line)
         return answer
