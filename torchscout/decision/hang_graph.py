@@ -244,34 +244,49 @@ class WaitGraph:
         It entered an operation that less than half of the members of its group have entered.
         """
         inside, evidence = set(cycle), self._evidence
-        found = []
-        for rank in cycle:
-            places = [each.place for each in self._waits[rank]]
-            is_minority = all(
-                2 * sum(evidence.reached(each, group) >= number for each in evidence.groups[group].members)
-                < len(evidence.groups[group].members)
-                for group, number in places
-            )
-            if is_minority and not self._has_cycle(inside - {rank}):
+        # Such a rank is in every circle, so another one at most that a circle without it has in common.
+        candidates, found = self._circle(inside), list[int]()
+        while candidates:
+            rank = candidates.pop()
+            if circle := self._circle(inside - {rank}):
+                candidates &= circle
+            else:
                 found.append(rank)
-        # Whoever else would do as well may be as guilty, also with an operation that most have entered.
-        if len(found) != 1 or any(not self._has_cycle(inside - {each}) for each in inside - set(found)):
-            return None
-        return found[0]
+            if (
+                len(found) > 1
+            ):  # the other one may be as guilty, also with an operation that most have entered
+                return None
+        is_minority = all(
+            2 * sum(evidence.reached(each, group) >= number for each in evidence.groups[group].members)
+            < len(evidence.groups[group].members)
+            for rank in found
+            for group, number in (wait.place for wait in self._waits[rank])
+        )
+        return found[0] if found and is_minority else None
 
-    def _has_cycle(self, ranks: set[int]) -> bool:
-        """Whether some of ``ranks`` wait for each other in a circle."""
-        left = set(ranks)
-        while left:
-            free = {
-                rank
-                for rank in left
-                if not any(not left.isdisjoint(each.missing) for each in self._waits.get(rank, ()))
-            }
-            if not free:
-                return True
-            left -= free
-        return False
+    def _circle(self, ranks: set[int]) -> set[int]:
+        """Return some of ``ranks`` that wait for each other in a circle; nobody if there are none.
+
+        A path leads from a rank to an operation in which it waits, and from there to a rank that is missing.
+        """
+        seen: set[int | _Wait] = set()
+        for start in ranks:
+            path: dict[int | _Wait, Iterator[int | _Wait]] = (
+                {} if start in seen else {start: self._ways(start)}
+            )
+            while path:
+                following = next(path[next(reversed(path))], None)
+                if following is None:
+                    seen.add(path.popitem()[0])
+                elif following in path:
+                    nodes = [*path]
+                    return {each for each in nodes[nodes.index(following) :] if isinstance(each, int)}
+                elif following not in seen and (isinstance(following, _Wait) or following in ranks):
+                    path[following] = self._ways(following)
+        return set()
+
+    def _ways(self, node: int | _Wait) -> Iterator[int | _Wait]:
+        return iter(self._waits.get(node, ()) if isinstance(node, int) else node.missing)
 
     def waiters(self, ranks: Iterable[int]) -> set[int]:
         """Return the other ranks that wait for one of ``ranks``, directly or indirectly."""
