@@ -228,15 +228,14 @@ class WaitGraph:
 
     def inside(self, cycle: Sequence[int]) -> dict[int, IssuedOp]:
         """Return the operation in which each rank of a cycle waits for another rank of it."""
-        ranks = set(cycle)
-        return {
-            rank: next(
-                self._evidence.operation(wait.place, [rank])
-                for wait in self._waits[rank]
-                if not ranks.isdisjoint(wait.missing)
-            )
-            for rank in cycle
-        }
+        ranks, operations = set(cycle), dict[Place, IssuedOp]()
+        found: dict[int, IssuedOp] = {}
+        for rank in cycle:
+            place = next(wait.place for wait in self._waits[rank] if not ranks.isdisjoint(wait.missing))
+            if place not in operations:  # reading it for each of thousands takes seconds
+                operations[place] = self._evidence.operation(place, [rank])
+            found[rank] = operations[place]
+        return found
 
     def knot(self, cycle: Sequence[int]) -> int | None:
         """Return the one rank of a cycle without which nobody in it would wait in a circle, if there is one.
