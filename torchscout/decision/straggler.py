@@ -108,7 +108,6 @@ def _place(comparison: PeerTimes) -> tuple[int, int]:
 
 
 class _Round(NamedTuple):
-    step: int
     measured: int
     begun: frozenset[int]
     """The ranks whose run began in this round."""
@@ -121,17 +120,19 @@ class _FalseAlarms:
         self._config, self._ranks = config, ranks
         self._rounds: deque[_Round] = deque(maxlen=config.history)
 
-    def add(self, step: int, measured: int, begun: frozenset[int]) -> None:
-        self._rounds.append(_Round(step, measured, begun))
+    def add(self, measured: int, begun: frozenset[int]) -> None:
+        self._rounds.append(_Round(measured, begun))
 
-    def needed(self, rank: int) -> int:
-        """Return how many rounds of a rank must be slow."""
+    def exclude(self, rank: int, slow: int) -> bool:
+        """Return whether so many slow rounds of a rank are more than chance explains."""
+        if slow < self._config.confirmations:  # as nearly always
+            return False
         others = sum(len(past.begun) - (rank in past.begun) for past in self._rounds)
         seen = sum(past.measured - 1 for past in self._rounds)
         rate = (_PRIOR_SLOW + others) / (_PRIOR_SEEN + seen)
         ranks = max([self._ranks, *(past.measured for past in self._rounds)])
         repeats = math.log(ranks / self._config.false_alarm_rate) / -math.log(rate)
-        return max(self._config.confirmations, math.ceil(repeats))
+        return slow >= repeats
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +197,7 @@ class History:
         for rank, excess, *_ in comparison.slower():
             run = self._runs.get(rank)
             rounds = [excess, *(each.excess for each in run.rounds)] if run is not None else [excess]
-            is_often = sum(each > limit for each in rounds) >= self._alarms.needed(rank)
+            is_often = self._alarms.exclude(rank, sum(each > limit for each in rounds))
             if is_often and not (run is not None and run.reported):
                 found.add(rank)
         return found
@@ -217,7 +218,7 @@ class History:
         limit = self._noise.limit()
         slow = {rank: self._slow_rounds(rank, *behind[rank], limit) for rank in sorted(behind)}
         begun = frozenset(rank for rank, rounds in slow.items() if rounds and self._begins(rank))
-        self._alarms.add(comparisons[0].step, len(timed), begun)
+        self._alarms.add(len(timed), begun)
         return [run for rank, rounds in slow.items() if (run := self._confirm(rank, rounds))]
 
     def _slow_rounds(self, rank: int, slower: Slower, comparison: PeerTimes, limit: float) -> list[_Slow]:
@@ -235,7 +236,7 @@ class History:
 
     def _confirm(self, rank: int, rounds: list[_Slow]) -> SlowRun | None:
         shown = [place for place, each in enumerate(rounds) if each.is_shown]
-        if not shown or len(rounds) < self._alarms.needed(rank):
+        if not shown or not self._alarms.exclude(rank, len(rounds)):
             return None
         self._runs[rank].reported = True
         self._runs[rank].rounds.clear()
