@@ -107,18 +107,15 @@ ROWS = [
     ),
     Row(
         "a rank is late and trains on; 80 steps later another rank is killed",
-        given=job(sleeps(1, 6), killed(2, 86), steps=90, runs=8),
+        given=job(sleeps(1, 6), killed(2, 86), steps=90, runs=3),
         must_come=[LATE, ended(2)],
         never=[0],
-        # Observers repeat the hang, which is over. That is not new, or it is reported twice.
-        wrong=wrong_today("seen", says=either([LATE], [LATE, LATE])),
     ),
     Row(
         "a rank is late and trains on; 80 steps later the same rank is killed",
-        given=job(sleeps(1, 6), killed(1, 86), steps=90, cores=1, runs=12),
+        given=job(sleeps(1, 6), killed(1, 86), steps=90, cores=1, runs=3),
         must_come=[LATE, ended(1)],
         never=[0, 2],
-        wrong=wrong_today("seen", says=[LATE]),
     ),
     Row(
         "a rank is killed under torchrun",
@@ -164,12 +161,8 @@ def test_random_sequences_of_faults(tmp_path: Path):
     """Every fault is reported, in order, and nobody else; ``SCOUT_SEQUENCES=50`` tries more of them."""
     for seed in range(FIRST_SEED, FIRST_SEED + SEQUENCES):
         given = drawn(random.Random(seed))
-        answer, right = (
-            jobs.reported(given, tmp_path / str(seed)),
-            [finding_of(each) for each in given.faults],
-        )
-        answers = [right, *wrong_sequences(given, right)]
-        assert answer in answers, f"seed {seed}: {given.faults} gave {answer}, expected {right}"
+        right = [finding_of(each) for each in given.faults]
+        assert jobs.reported(given, tmp_path / str(seed)) == right, f"seed {seed}: {given.faults}"
 
 
 def drawn(chance: random.Random) -> Job:
@@ -188,21 +181,3 @@ def finding_of(fault: Fault) -> Finding:
         "is slow": straggler([fault.rank], "rank", "inspect"),
     }
     return by_kind.get(fault.what) or ended(fault.rank)
-
-
-def wrong_sequences(given: Job, right: Sequence[Finding]) -> list[list[Finding]]:
-    """What may be said today instead, where a rank ends. If another one fails within 20 ms because of that,
-    it is named as well (observer H2). If one was late before, the end is not reported, or the rank that was
-    late is reported again: see the rows."""
-    if not right or right[-1].kind != "crash":
-        return []
-    *before, end = right
-    late = [each for each in before if each.kind == "hang"]
-    victims = [{*end.ranks, *more} for more in ([0], [1], [2], [0, 1], [0, 2], [1, 2])]
-    with_victims = [
-        [*before, crash(sorted(ranks), scope, action)]
-        for ranks in victims
-        if len(ranks) > 1
-        for scope, action in (("machine", "inspect"), ("job", "restart"))
-    ]
-    return [*with_victims, *([before, [*before, *late]] if late else [])]

@@ -353,7 +353,7 @@ class GroupStragglers:
         A finding is reported once, and again if it grows, or comes back after some normal rounds.
         """
         rounds: dict[_Kind, list[PeerTimes]] = defaultdict(list)
-        records = list[EvidenceRecord]()
+        alone, records = list[PeerTimes](), list[EvidenceRecord]()
         for kind in self._kinds.values():
             kind.measured = set()
         for times in measured:
@@ -362,10 +362,15 @@ class GroupStragglers:
                 if (comparison := kind.compared(step, work, of_group)) is not None:
                     rounds[key].append(comparison)
                     records += [kind.record] if kind.record is not None else []
+                elif len(kind.groups) == 1:  # it can be compared with its own history only
+                    ((group, milliseconds),) = of_group.items()
+                    members = np.array([group.ranks])
+                    alone.append(PeerTimes(step, work, members, np.full(members.shape, milliseconds)))
         for key, comparisons in rounds.items():
             self._kinds[key].history.observe(comparisons)
         incidents = self._new_findings(step) if rounds else []
-        return incidents, [each for found in rounds.values() for each in found], records
+        compared = [each for found in rounds.values() for each in found]
+        return incidents, compared + alone, records + [each.record(0) for each in alone]
 
     def _by_kind(self, times: GroupTimes) -> list[tuple[_Kind, Work, dict[Group, float]]]:
         found: dict[_Kind, dict[Group, float]] = defaultdict(dict)

@@ -137,11 +137,11 @@ class PeerTimes:
         return found
 
     def differences(self) -> Floats:
-        """Return by how much the first of two peers is slower, relative to the faster one; NaN if there are
-        not exactly two."""
+        """Return the logarithm of how many times as long as the second of two peers the first one takes; NaN
+        if there are not exactly two."""
         if self.times.shape[1] != 2:
             return np.full(len(self.times), np.nan)
-        apart: Floats = (self.times[:, 0] - self.times[:, 1]) / self.reference
+        apart: Floats = np.log(self.times[:, 0] / self.times[:, 1])
         return apart
 
     def row_of(self, rank: int) -> int | None:
