@@ -49,7 +49,7 @@ def start(
 def connected(run_dir: Path) -> list[str]:
     """What each rank's observer said of its connections to the hub and the standby."""
     paths = [run_dir / f"connected-{rank}" for rank in range(4)]
-    until(lambda: all(path.exists() and path.read_text() for path in paths), "the job is on its way", 60.0)
+    until(lambda: all(path.exists() and path.read_text() for path in paths), "the job is on its way", 300.0)
     return [path.read_text() for path in paths]
 
 
@@ -67,7 +67,7 @@ def test_a_late_rank_on_another_machine_than_the_hub_is_named(
     with machines(tmp_path, names) as hosts:
         started = start(hosts, tmp_path, stalls="2", **variables)
         assert connected(tmp_path) == [str([True, True])] * 4
-        assert [each.wait(60) for each in started] == [0, 0], (tmp_path / "output-two").read_text()
+        assert [each.wait(300) for each in started] == [0, 0], (tmp_path / "output-two").read_text()
     (incident,) = incidents(tmp_path)
     assert (incident.manifestation, incident.scope) == (Manifestation.HANG, Scope.RANK)
     assert (incident.ranks, incident.hosts) == ((2,), ("two",))
@@ -82,7 +82,7 @@ def test_without_a_shared_run_directory_the_callback_is_called_once_on_each_rank
         folder.mkdir()
     with machines(tmp_path, UNNAMED) as hosts:
         started = start(hosts, run_dir, stalls="0", shared=False, REPORTS=str(reports))
-        assert [each.wait(60) for each in started] == [0, 0], (run_dir / "output-two").read_text()
+        assert [each.wait(300) for each in started] == [0, 0], (run_dir / "output-two").read_text()
     for folder in (run_dir, other):  # the hub's machine has it in its files, and the other one a copy
         assert [each.ranks for each in incidents(folder)] == [(0,)]
         assert [each.ranks for each in resolutions(folder)] == [(0,)]
