@@ -321,7 +321,7 @@ class ObserverConfig:
     """The real-time signal that asks a trainer for its stacks; 35 to 64 on Linux."""
     grace_seconds: float = 30.0
     """How long an observer may outlive its trainer, if the verdict takes that long. A lost machine takes 3 s
-    more than others: who does not answer is asked a second time."""
+    more than other verdicts, because observers that do not answer are asked a second time."""
     address: str = "*"
     """Interface or address on which the hub listens. ``*`` is loopback if all ranks are on one machine, and
     otherwise the address by which the other machines reach this one. ``0.0.0.0`` is every interface."""

@@ -462,6 +462,13 @@ ROWS = [
         given=paper_figure().checks(12, *lengths(12), slow_groups={SHARDS: 5.0, SLICES: 5.0}),
         must_come=[MACHINE_4],
     ),
+    Row(
+        "a slow machine shows in large transfers only, and every second check has small ones",
+        given=paper_figure().checks(
+            16, {"length": 4096, "slow_groups": {SHARDS: 5.0, SLICES: 5.0}}, {"length": 64}
+        ),
+        must_come=[MACHINE_4],
+    ),
     # All are slow alike: history shows it, and nobody is named.
     Row(
         "all ranks compute half as fast as before",

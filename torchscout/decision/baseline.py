@@ -74,7 +74,7 @@ class Baseline:
 
 
 def _by_kind(comparisons: Iterable[PeerTimes]) -> dict[Hashable, list[PeerTimes]]:
-    """Group what is equal work in all checks, whatever layer is replayed."""
+    """Group the comparisons by kind of work. Which layer is replayed makes no difference."""
     found: dict[Hashable, list[PeerTimes]] = defaultdict(list)
     for each in comparisons:
         if (each.counts >= 2).any():

@@ -36,7 +36,7 @@ _Value = TypeVar("_Value")
 
 
 class _Many(Sequence[_Value]):
-    """What many peers reported: equal to a tuple, without thousands of objects that are seldom read."""
+    """A sequence that compares equal to a tuple, without an object for each peer."""
 
     __slots__ = ()
 

@@ -9,11 +9,11 @@ not by the name of their axis. Which link or switch is at fault is left to the t
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -259,6 +259,8 @@ def _abridged(ranks: Sequence[int]) -> str:
 
 _MAX_DELAY = 4
 """Rounds that findings may wait until a group is confirmed or normal again."""
+_SIZES = 64
+"""Sizes of transfers whose history is kept, the latest ones."""
 _REST = 2
 """Rounds that a reported group may be normal without being reported again."""
 
@@ -282,12 +284,16 @@ class _Kind(NamedTuple):
 
 
 class _Corresponding:
-    """The groups of one kind, which are numbered, and those that are slow."""
+    """The groups of one kind, which are numbered, and those that are slow.
+
+    A slow link may show in large transfers only. So there is a history of all sizes, which decides if every
+    sequence has another length, and one for each size.
+    """
 
     def __init__(self, config: StragglerConfig) -> None:
         self._config = config
         self.groups: list[Group] = []
-        self.history = History(config)
+        self._all, self._sizes = History(config), OrderedDict[tuple[int, ...], History]()
         self.measured: set[Group] = set()
         """In the latest round."""
         self.record: EvidenceRecord | None = None
@@ -307,11 +313,30 @@ class _Corresponding:
         self.record = _evidence(step, work, times, self._config)
         return PeerTimes(step, work, np.array([numbers]), np.array([[*times.values()]]), self._config)
 
+    def observe(self, compared: Sequence[PeerTimes]) -> None:
+        """Add one round."""
+        self._all.observe(compared)
+        for size in dict.fromkeys(each.work.shape for each in compared):
+            history = self._sizes.setdefault(size, History(self._config))
+            self._sizes.move_to_end(size)
+            history.observe([each for each in compared if each.work.shape == size])
+        while len(self._sizes) > _SIZES:
+            self._sizes.popitem(last=False)
+
     def slow(self) -> list[Group]:
-        return [self.groups[number] for number in sorted(self.history.confirmed)]
+        """Return the groups that are confirmed as slow."""
+        return [self.groups[number] for number in sorted(self._numbered("confirmed"))]
+
+    def pending(self) -> list[Group]:
+        """Return those that may be confirmed next."""
+        unconfirmed = self._numbered("unconfirmed") - self._numbered("confirmed")
+        return [self.groups[number] for number in sorted(unconfirmed)]
 
     def is_behind(self, group: Group) -> bool:
-        return self._numbers.get(group) in self.history.behind
+        return self._numbers.get(group) in self._numbered("behind")
+
+    def _numbered(self, state: Literal["confirmed", "unconfirmed", "behind"]) -> set[int]:
+        return set[int]().union(*(getattr(each, state) for each in (self._all, *self._sizes.values())))
 
 
 def _evidence(step: int, work: Work, times: Mapping[Group, float], config: StragglerConfig) -> EvidenceRecord:
@@ -367,7 +392,7 @@ class GroupStragglers:
                     members = np.array([group.ranks])
                     alone.append(PeerTimes(step, work, members, np.full(members.shape, milliseconds)))
         for key, comparisons in rounds.items():
-            self._kinds[key].history.observe(comparisons)
+            self._kinds[key].observe(comparisons)
         incidents = self._new_findings(step) if rounds else []
         compared = [each for found in rounds.values() for each in found]
         return incidents, compared + alone, records + [each.record(0) for each in alone]
@@ -432,7 +457,7 @@ class GroupStragglers:
             for group in kind.slow():
                 hosts = self._mesh.hosts_of(group.ranks)
                 (inner if len(hosts) == 1 else leaving).update(hosts)
-            pending += (self._mesh.hosts_of(kind.groups[number].ranks) for number in kind.history.unconfirmed)
+            pending += (self._mesh.hosts_of(group.ranks) for group in kind.pending())
         return any(not (leaving if len(hosts) == 1 else inner).isdisjoint(hosts) for hosts in pending)
 
     def _incident(self, finding: Localization, step: int) -> Incident:

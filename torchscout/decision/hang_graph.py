@@ -264,7 +264,7 @@ class WaitGraph:
         return found[0] if found and is_minority else None
 
     def _circle(self, ranks: set[int]) -> set[int]:
-        """Return some of ``ranks`` that wait for each other in a circle; nobody if there are none.
+        """Return some of ``ranks`` that wait for each other in a circle, or an empty set if there is none.
 
         A path leads from a rank to an operation in which it waits, and from there to a rank that is missing.
         """

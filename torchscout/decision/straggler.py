@@ -305,7 +305,7 @@ class RankStragglers:
         ]
 
     def _confirmed(self) -> set[int]:
-        """The ranks that were reported, for whatever work, and are not yet as fast as their peers in it."""
+        """Return the ranks that have been reported for any kind of work, and are still slow in it."""
         return set().union(*(each.confirmed for each in self._histories.values()))
 
 
@@ -321,7 +321,7 @@ class PhaseStragglers:
 
     def __init__(self, mesh: Mesh, config: StragglerConfig) -> None:
         self._mesh, self._config = mesh, config
-        # Batches belong to data-parallel ranks, whatever experts they have.
+        # All data-parallel ranks fetch batches, also those that have different experts.
         self._groups = [group.ranks for group in mesh.peer_groups(LayerKind.DENSE)]
         self._histories = {phase: History(config, len(mesh)) for phase in Phase}
 

@@ -2,7 +2,7 @@
 
 NAME        the newest lines
 NAME.1      the lines before them: a full file is renamed, and replaces the one that was full before
-NAME.first  of the files that were replaced the first line of each kind, and how many were left out
+NAME.first  the first line of each kind from replaced files, and how many lines were dropped
 """
 
 from __future__ import annotations
