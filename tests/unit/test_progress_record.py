@@ -18,7 +18,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.other_process import line_from, running, wait_until
+from tests.support.other_process import line_from, running
+from tests.support.small_job import until
 from torchscout.decision.progress import CommGroup, IssuedOp, Phase, Process, Progress, Window
 from torchscout.errors import TornRecordError
 from torchscout.observer.record import layout
@@ -466,7 +467,7 @@ def test_a_trainer_killed_at_any_moment_leaves_a_record(tmp_path: Path):
     for attempt in range(4):
         with running(hammer, tmp_path / "job") as trainer:
             reader = ProgressReader(Path(line_from(trainer)))
-            wait_until(lambda reader=reader: len(reader.read().recent) == 64)
+            until(lambda reader=reader: len(reader.read().recent) == 64, "64 operations are published")
             time.sleep(0.003 * attempt)
             trainer.kill()
             trainer.wait()

@@ -16,7 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.other_process import line_from, running, wait_until
+from tests.support.other_process import line_from, running
+from tests.support.small_job import until
 from torchscout.decision.progress import CommGroup, Phase, Process
 from torchscout.observer.record import layout
 from torchscout.observer.record.directory import ProcessIdentity, reclaim
@@ -161,9 +162,9 @@ def test_what_the_system_says_of_the_trainer(tmp_path: Path):
         assert (reader.pid, reader.rank) == (trainer.pid, 5)
         assert reader.trainer() is Process.RUNNING
         trainer.send_signal(signal.SIGSTOP)
-        wait_until(lambda: reader.trainer() is Process.STOPPED)
+        until(lambda: reader.trainer() is Process.STOPPED, "it is stopped")
         trainer.send_signal(signal.SIGCONT)
-        wait_until(lambda: reader.trainer() is Process.RUNNING)
+        until(lambda: reader.trainer() is Process.RUNNING, "it goes on")
         trainer.kill()
         os.waitid(os.P_PID, trainer.pid, os.WEXITED | os.WNOWAIT)  # a zombie from here on
         assert Path(f"/proc/{trainer.pid}").exists()
