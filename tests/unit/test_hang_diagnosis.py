@@ -220,3 +220,15 @@ def test_without_known_groups_nobody_is_named():
     without = {rank: replace(each, groups=()) for rank, each in reports.items()}
     assert diagnose(Round(without, Mesh.grid(replica=4))).incidents == ()
     assert diagnose(Round({}, Mesh.grid(replica=4))).incidents == ()
+
+
+def test_a_count_beyond_any_job_accuses_nobody_who_did_not_answer():
+    _, reports = rounds.last_round(late())
+    (group,) = (each.key for each in reports[3].groups if len(each.members) == 4)
+    progress = reports[3].progress
+    assert progress is not None
+    damaged = replace(progress, issued={**progress.issued, group: (1 << 63) - 1})
+    answered = {rank: each for rank, each in reports.items() if rank} | {
+        3: replace(reports[3], progress=damaged)
+    }
+    assert all(0 not in each.ranks for each in diagnose(Round(answered, Mesh.grid(replica=4))).incidents)

@@ -16,7 +16,8 @@ __all__ = ["Evidence", "Place", "WaitGraph"]
 
 Place = tuple[str, int]
 """One operation: the key of its group, and its number there."""
-_EVERYTHING = 1 << 62
+_EVERYTHING = 1 << 63
+"""More than any report may say."""
 
 # [Note: Absence]
 #
