@@ -45,7 +45,6 @@ from reporting import environment, parser_of, publish
 
 from torchscout.config import ObserverConfig
 from torchscout.decision.progress import CommGroup, Phase
-from torchscout.decision.records.recorder import Stamped
 from torchscout.mesh import Mesh
 from torchscout.observer.handle import ObserverHandle, launch
 from torchscout.observer.record.writer import ProgressWriter
@@ -54,6 +53,8 @@ from torchscout.observer.rounds.protocol import Client
 from torchscout.observer.rounds.relay import Relay, relay_endpoint
 from torchscout.observer.spec import ObserverSpec, describe_mesh, hub_ranks, relayed_with
 from torchscout.observer.trainer import TrainerView
+from torchscout.run.folder import Identity
+from torchscout.run.reader import Stamped
 
 SIZES = (64, 256, 512, 1_024)
 PROCESSES = 512
@@ -188,7 +189,7 @@ def a_job(size: int, *, relays: bool) -> Iterator[Job]:
                     rank=rank,
                     size=size,
                     record=str(trainers[rank].writer.path),
-                    run_dir=run_dir,
+                    run=Identity(str(run_dir)),
                     token=TOKEN,
                     config=config,
                     hub=place,
@@ -213,7 +214,7 @@ def a_job(size: int, *, relays: bool) -> Iterator[Job]:
         until_connected(observers[hubs[1]].pid, clients)
         connected = time.monotonic() - begin
         stop_moving.set()
-        incidents = Path(run_dir) / "incidents.jsonl"
+        incidents = Path(run_dir) / "incidents" / "observer-0.jsonl"
         yield Job(size, trainers, observers, incidents, config, connected)
 
 

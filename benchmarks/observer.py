@@ -28,8 +28,9 @@ from reporting import environment, heading, parser_of, publish
 
 from torchscout.config import ObserverConfig
 from torchscout.decision.progress import CommGroup, Phase
-from torchscout.decision.records.recorder import Stamped, read
 from torchscout.observer.record.writer import ProgressWriter
+from torchscout.run.folder import Identity
+from torchscout.run.reader import Stamped, read
 
 ROUNDS = 11
 """The first one warms up."""
@@ -122,7 +123,7 @@ def idle_observer() -> Figures:
                 rank=0,
                 size=2,
                 record=str(writer.path),
-                run_dir=run_dir,
+                run=Identity(str(run_dir)),
                 token="benchmark" * 4,
                 config=ObserverConfig(),
             )
@@ -221,7 +222,7 @@ def a_job(size: int, config: ObserverConfig) -> Iterator[tuple[list[Trainer], Pa
                 rank=rank,
                 size=size,
                 record=str(trainer.writer.path),
-                run_dir=run_dir,
+                run=Identity(str(run_dir)),
                 token="benchmark" * 4,
                 config=config,
                 hub=hubs.index(rank) if rank in hubs else None,
@@ -232,7 +233,7 @@ def a_job(size: int, config: ObserverConfig) -> Iterator[tuple[list[Trainer], Pa
             undo.callback(trainer.writer.finished)
         for observer in observers:
             observer.configure([("127.0.0.1", observers[rank].port) for rank in hubs])
-        yield trainers, Path(run_dir) / "incidents.jsonl"
+        yield trainers, Path(run_dir) / "incidents" / "observer-0.jsonl"
 
 
 def line_of(path: Path, number: int) -> Stamped:

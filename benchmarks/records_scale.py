@@ -24,7 +24,7 @@ from observer import SHARED_MEMORY
 from reporting import environment, parser_of, publish
 
 from torchscout.config import ReplayConfig
-from torchscout.decision.records.recorder import _CHECKS, _SECONDS, MOST_BYTES
+from torchscout.run.writer import _CHECKS, _SECONDS, MOST_BYTES
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -127,16 +127,17 @@ def extrapolate(real: dict[str, Any], ranks: int) -> dict[str, Any]:
 def read_large(ranks: int) -> dict[str, Any]:
     """Seconds to read, and to write the page."""
     from tests.support.large_run import write_large_run
+    from torchscout.report.comparisons import Comparisons
     from torchscout.report.document import document_of
     from torchscout.report.page import page
-    from torchscout.report.reading import read_run
+    from torchscout.run.reader import read_run
 
     with tempfile.TemporaryDirectory(dir=SHARED_MEMORY if SHARED_MEMORY.is_dir() else None) as folder:
         write_large_run(Path(folder), ranks)
         begin = time.perf_counter()
         run = read_run(Path(folder))
         read = time.perf_counter() - begin
-        text = page(document_of(run))
+        text = page(document_of(run, Comparisons.read(run)))
         return {
             "ranks": ranks,
             "read_s": round(read, 2),

@@ -183,12 +183,9 @@ def incidents_of(folder: Path) -> list[str]:
 
 def lines_of(folder: Path) -> list[Any]:
     """What was recorded in the run directory, with times."""
-    from torchscout.decision.records import recorder
+    from torchscout.run.reader import Stamped, incident_lines
 
-    path = folder / "run" / "incidents.jsonl"
-    return (
-        [line for line in recorder.read(path) if isinstance(line, recorder.Stamped)] if path.exists() else []
-    )
+    return [line for line in incident_lines(folder / "run") if isinstance(line, Stamped)]
 
 
 def cpu_of(folder: Path) -> dict[str, float]:

@@ -20,9 +20,8 @@ sys.path.insert(0, str(ROOT))
 from tests.support.browser import chromium  # noqa: E402
 from tests.support.example_run import write_example_run  # noqa: E402
 from tests.unit.test_watch import served  # noqa: E402
-from torchscout.report.document import document_of  # noqa: E402
+from torchscout.report.document import documented  # noqa: E402
 from torchscout.report.page import page  # noqa: E402
-from torchscout.report.reading import read_run  # noqa: E402
 
 TARGET = ROOT / "docs" / "images" / "report.png"
 SIZE = {"width": 1000, "height": 1200}
@@ -35,7 +34,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary, chromium() as browser:
         run_dir = Path(temporary) / "scout-run-20261116-150559-3fa9c1"
         write_example_run(run_dir)
-        document = {**document_of(read_run(run_dir)), "run_dir": run_dir.name}
+        document = {**documented(run_dir), "run_dir": run_dir.name}
         report = Path(temporary) / "report.html"
         report.write_text(page(document))
         if folder is None:

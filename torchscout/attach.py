@@ -8,7 +8,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import astuple, dataclass
+from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,7 +39,6 @@ from torchscout.config import (
     StragglerConfig,
 )
 from torchscout.decision.progress import Phase
-from torchscout.decision.records.recorder import JsonlRecorder, record_one
 from torchscout.decision.types import Incident
 from torchscout.errors import CatalogError, ScoutError
 from torchscout.experts.coverage import Rows
@@ -48,12 +47,15 @@ from torchscout.mesh import LayerKind, Mesh
 from torchscout.observer.device import device_of
 from torchscout.observer.monitor import HangMonitor, start_monitor
 from torchscout.observer.phase_hooks import mark_phases
-from torchscout.observer.record.directory import RankEntry, news_of
+from torchscout.observer.record.directory import news_of
+from torchscout.run.folder import Identity, RankEntry
+from torchscout.run.notify import Webhook
+from torchscout.run.writer import RunWriter
 from torchscout.session.announcement import ALONE, announce
 from torchscout.session.boundary import Boundary
 from torchscout.session.checkpoints.certifier import CertifiedSteps, Certifier
 from torchscout.session.ending import add_run
-from torchscout.session.incident_callback import IncidentCallback
+from torchscout.session.incidents import Incidents
 from torchscout.session.off import Off, is_off
 from torchscout.session.recovery import Recovery
 from torchscout.session.replay.coverage import NO_CATALOG, RecipeCycle, shapes_in
@@ -63,7 +65,7 @@ from torchscout.session.replay.recovery import RecoveringReplay
 from torchscout.session.session import Parts, Session
 from torchscout.utils._torch import missing_names
 from torchscout.utils.cuda_graphs import before_replays, is_capturing
-from torchscout.utils.identity import device_name, host_name
+from torchscout.utils.identity import device_name, host_name, job_name, launcher_job
 from torchscout.utils.network import interface_of_job
 from torchscout.utils.private_files import first_text, make_folders
 from torchscout.utils.reentrancy import in_own_work
@@ -74,6 +76,7 @@ if TYPE_CHECKING:
 
 __all__ = ["enable_resiliency", "is_attached", "make_replaceable"]
 
+OnIncident = Callable[[Incident], None] | Webhook | Sequence[Callable[[Incident], None] | Webhook] | None
 _attached: weakref.WeakSet[Any] = weakref.WeakSet()
 _replaceable: list[Session] = []
 """Sessions whose place the next one takes."""
@@ -88,7 +91,7 @@ def enable_resiliency(  # noqa: PLR0913  a keyword for each subsystem
     checkpoint: CheckpointConfig | None = None,
     parallelism: Mesh | DeviceMesh | Parallelism | None = None,
     run_dir: Path | str | None = None,
-    on_incident: Callable[[Incident], None] | None = None,
+    on_incident: OnIncident = None,
     recovery: RecoveryConfig = RecoveryConfig(),  # noqa: B008  frozen
 ) -> Session:
     """Attach to a training job. Every rank calls it once, after model and optimizer have been created. The
@@ -100,8 +103,8 @@ def enable_resiliency(  # noqa: PLR0913  a keyword for each subsystem
     corrupted numbers and slow ranks, ``observer=None`` hang localization. With ``checkpoint`` the session
     keeps the state that checks certify, and ``session.resume()`` loads it. ``parallelism`` says which ranks
     do the same work, where the model does not show that. Incidents are written to ``run_dir``, by default a
-    new folder ``scout-run-...`` where rank 0 was started. ``on_incident`` is called once for each incident on
-    every rank, from its own thread. ``recovery`` says what SCOUT does about incidents; by default it logs.
+    new folder ``scout-run-...`` where rank 0 was started. ``on_incident`` is a function, called on every rank
+    from its own thread, a ``Webhook``, or a list of both. ``recovery`` says what is done about incidents.
 
     Raises ``ValueError`` for invalid arguments, and ``ScoutError`` if checkpoints cannot be kept. With the
     environment variable ``TORCHSCOUT=off`` nothing is attached, and the session does nothing.
@@ -109,6 +112,7 @@ def enable_resiliency(  # noqa: PLR0913  a keyword for each subsystem
     show_by_default()
     if is_off():
         return Off()
+    webhook, callbacks = _told(on_incident)
     run_dir = _take_over(run_dir)
     adapter = _adapter(model, optimizer, parallelism)
     structure, experts = _require_valid(adapter, replay, checkpoint)
@@ -118,10 +122,10 @@ def enable_resiliency(  # noqa: PLR0913  a keyword for each subsystem
         job = _agree(adapter, communicators, run_dir, "*" if observer is None else observer.address)
         base = _Base(adapter, structure, experts, communicators, job, Boundary(job.rank))
         checkpoints = None if checkpoint is None else _checkpoints(base, checkpoint, undo)
-        plan_folder = run_dir if checkpoint is None else checkpoint.directory
-        decisions = Recovery.agree(communicators, job, recovery, plan_folder, checkpoints)
-        monitor = None if observer is None else _monitor(base, observer, replay, decisions, undo)
-        incidents, decisions.entry = _incidents(base, monitor, [on_incident, decisions.handle], undo)
+        folder = run_dir if checkpoint is None else checkpoint.directory
+        decisions = Recovery.agree(communicators, job, recovery, folder, checkpoints)
+        monitor = None if observer is None else _monitor(base, observer, replay, decisions, webhook, undo)
+        incidents, decisions.entry = _incidents(base, monitor, [*callbacks, decisions.handle], webhook, undo)
         driver, why_not = _replay(base, replay, checkpoints or CertifiedSteps(), monitor, incidents)
         parts = Parts(
             run_dir=job.run_dir,
@@ -135,8 +139,7 @@ def enable_resiliency(  # noqa: PLR0913  a keyword for each subsystem
             recovery=decisions,
             undo=undo.pop_all(),
         )
-    session = Session(parts)
-    _hook(session, parts, adapter)
+    session = _hooked(parts, adapter)
     announce(parts, job, observer, replay, checkpoint, has_model=model is not None)
     return session
 
@@ -149,6 +152,15 @@ def is_attached() -> bool:
 def make_replaceable(session: Session) -> None:
     """Let the next call of ``enable_resiliency`` replace this session, on every rank."""
     _replaceable.append(session)
+
+
+def _told(on_incident: OnIncident) -> tuple[Webhook | None, list[Callable[[Incident], None]]]:
+    """Return where incidents are posted, and the functions that are called."""
+    wanted = on_incident if isinstance(on_incident, Sequence) else [on_incident]
+    webhooks = [each for each in wanted if isinstance(each, Webhook)]
+    if len(webhooks) > 1:
+        raise ValueError(f"on_incident has {len(webhooks)} webhooks; give one, and call others yourself")
+    return webhooks[0] if webhooks else None, [each for each in wanted if callable(each)]
 
 
 def _take_over(run_dir: Path | str | None) -> Path | str | None:
@@ -209,15 +221,17 @@ def _agree(adapter: Adapter, communicators: Communicators, run_dir: Path | str |
     default = f"scout-run-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
     device = device_of(stages_of(adapter.model))
     name = "" if device is None else device_name(torch.cuda.get_device_properties(device))
-    fact = {"host": host_name(), "device": name}
+    fact: dict[str, Any] = {"host": host_name(), "device": name}
     if dist.get_rank() == 0:  # what ranks send alike travels once
-        fact |= {"token": secrets.token_hex(32), "run_dir": str(Path(run_dir or default).absolute())}
+        folder = str(Path(run_dir or default).absolute())
+        run = Identity(folder, secrets.token_hex(6), job_name(), launcher_job())
+        fact |= {"token": secrets.token_hex(32), "run": asdict(run)}
     facts = communicators.exchange(fact)
     hosts = [fact["host"] for fact in facts]
-    token, agreed_dir = facts[0]["token"], Path(facts[0]["run_dir"])
+    token, agreed = facts[0]["token"], Identity(**facts[0]["run"])
     devices = [fact["device"] for fact in facts]
-    directories = communicators.exchange(_directory(agreed_dir))
-    return Job(dist.get_rank(), adapter.mesh(hosts), hosts, token, agreed_dir, address, devices, directories)
+    directories = communicators.exchange(_directory(Path(agreed.run_dir)))
+    return Job(dist.get_rank(), adapter.mesh(hosts), hosts, token, agreed, address, devices, directories)
 
 
 def _directory(run_dir: Path) -> str | None:
@@ -261,7 +275,12 @@ def _checkpoints(base: _Base, config: CheckpointConfig, undo: ExitStack) -> Chec
 
 
 def _monitor(
-    base: _Base, config: ObserverConfig, replay: ReplayConfig | None, recovery: Recovery, undo: ExitStack
+    base: _Base,
+    config: ObserverConfig,
+    replay: ReplayConfig | None,
+    recovery: Recovery,
+    webhook: Webhook | None,
+    undo: ExitStack,
 ) -> HangMonitor | None:
     """Start to publish progress and to observe it; if that fails, the job runs without hang detection."""
     settings = {
@@ -271,6 +290,7 @@ def _monitor(
         "began": recovery.began,
         "plan_folders": tuple(map(str, recovery.plan_folders)),
         "directory": str(Path.cwd()),
+        "webhook": webhook,
     }
     try:
         monitor = start_monitor(base.job, config, base.communicators, **settings)
@@ -296,19 +316,14 @@ def _monitor(
 def _incidents(
     base: _Base,
     monitor: HangMonitor | None,
-    callbacks: Sequence[Callable[[Incident], None] | None],
+    callbacks: Sequence[Callable[[Incident], None]],
+    webhook: Webhook | None,
     undo: ExitStack,
-) -> tuple[IncidentCallback, RankEntry]:
+) -> tuple[Incidents, RankEntry]:
     """Start to follow incidents, and add this rank to the run directory."""
     job, record = base.job, None if monitor is None else monitor.writer.path
     path = None if record is None else news_of(record)
-    present = [each for each in callbacks if each is not None]
-
-    def copy(writer: int, incident: Incident) -> None:
-        if job.copies_from(writer):
-            base.boundary.guarded(lambda: record_one(job.run_dir, job.rank, incident))
-
-    incidents = IncidentCallback(job.rank, present, base.boundary.failed, path, copy)
+    incidents = Incidents(job, callbacks, base.boundary.failed, path, webhook)
     undo.callback(incidents.close)
     address, device = astuple(job.mesh.address_of(job.rank, LayerKind.DENSE)), job.devices[job.rank]
     entry = RankEntry.own(job.rank, record, len(job.mesh), address, device, interface_of_job())
@@ -321,7 +336,7 @@ def _replay(
     config: ReplayConfig | None,
     certifier: Certifier,
     monitor: HangMonitor | None,
-    incidents: IncidentCallback,
+    incidents: Incidents,
 ) -> tuple[RecoveringReplay | None, str]:
     """Build replay, on every rank or on none; where there is none, the reason is returned."""
     if config is None:
@@ -353,11 +368,11 @@ def _replay(
             mesh=job.mesh,
             communicators=communicators,
             peers=peers,
-            recorder=JsonlRecorder(job.run_dir, job.rank),
+            recorder=RunWriter(job.run_dir, job.rank),
             certifier=certifier,
             boundary=base.boundary,
             finish_update=adapter.finish_update,
-            on_incidents=incidents.add,
+            on_incidents=incidents.publish,
             keeps_history=job.rank == 0 or job.copies_from(0),
             still_alive=lambda: None if monitor is None else monitor.writer.advance(Phase.IDLE),
         )
@@ -407,8 +422,9 @@ def _peers(
     return lambda role, is_gathered: links[groups[role, is_gathered]]
 
 
-def _hook(session: Session, parts: Parts, adapter: Adapter) -> None:
-    """Let training call the session."""
+def _hooked(parts: Parts, adapter: Adapter) -> Session:
+    """Return the session, which training calls from now on."""
+    session = Session(parts)
     if adapter.optimizers():
         parts.undo.callback(adapter.hook_updates(session.before_update, session.step_finished))
     elif parts.monitor is not None and (layers := adapter.layers()):
@@ -421,6 +437,7 @@ def _hook(session: Session, parts: Parts, adapter: Adapter) -> None:
         parts.undo.callback(_attached.discard, stage)
     if parts.checkpoints is not None:
         _hook_forward(session, parts, stages)
+    return session
 
 
 def _hook_forward(session: Session, parts: Parts, stages: Sequence[torch.nn.Module]) -> None:

@@ -23,6 +23,7 @@ from torchscout.c3.tree import FAN_OUT, Runs, TreeChannel, groups_of, height_of
 from torchscout.collectives.call import SCOUT_GROUP, set_members
 from torchscout.errors import ChannelError, ScoutError
 from torchscout.mesh import Axis, Mesh, PeerGroup
+from torchscout.run.folder import Identity
 from torchscout.utils import unlisted_groups
 from torchscout.utils._torch import backend_of
 
@@ -267,7 +268,7 @@ class Job:
     hosts: Sequence[str]
     token: str
     """A secret of this run, the same on all ranks."""
-    run_dir: Path
+    run: Identity
     address: str = "*"
     """See ``ObserverConfig.address``."""
     devices: Sequence[str] = ()
@@ -275,6 +276,10 @@ class Job:
     directories: Sequence[str | None] = ()
     """What identifies each rank's run directory: ranks of one file system have the same. None if it cannot be
     written."""
+
+    @property
+    def run_dir(self) -> Path:
+        return Path(self.run.run_dir)
 
     def copies_from(self, writer: int) -> bool:
         """Return whether this rank also records what ``writer`` records: in each run directory that is not

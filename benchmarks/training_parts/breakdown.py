@@ -19,7 +19,6 @@ from torchscout.c3 import signature
 from torchscout.c3.channel import ProcessGroupChannel
 from torchscout.communicators import Communicators, PeerCommunicator
 from torchscout.config import ReplayConfig
-from torchscout.decision.records.recorder import JsonlRecorder, SummaryRecorder
 from torchscout.replay import active, replayer
 from torchscout.replay.capture import broadcast
 from torchscout.replay.capture.context import RngState
@@ -27,6 +26,7 @@ from torchscout.replay.capture.hooks import CallCapture
 from torchscout.replay.recipe import Observation
 from torchscout.replay.recipes import optimizer, process_groups, replicated_state
 from torchscout.replay.recipes.layer import LayerReplay
+from torchscout.run.writer import RunWriter, SummaryRecorder
 from torchscout.session.replay.driver import ReplayDriver
 from torchscout.session.replay.time_comparison import TimeComparison
 from training_parts.job import Job
@@ -107,7 +107,7 @@ def _patched(patches: Patches, ledger: Ledger) -> Iterator[None]:
     patches.around_function(broadcast, "captured", lambda *_: part("copy"))
     patches.around(ReplayDriver, "_conclude", lambda *_: part("diagnose"))
     patches.around(SummaryRecorder, "record", lambda *_: part("write records"))
-    patches.around(JsonlRecorder, "record", lambda *_: part("write records"))
+    patches.around(RunWriter, "record", lambda *_: part("write records"))
     patches.around(ReplayDriver, "_certify", lambda *_, **__: part("certify"))
     patches.around(c3, "compare", lambda *_, **__: exchange("gather signatures"))
     patches.around(PeerCommunicator, "broadcast", lambda _, tensor, **__: exchange(_broadcast(tensor)))

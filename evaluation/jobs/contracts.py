@@ -17,9 +17,9 @@ from pathlib import Path
 from evaluation.jobs.catalog import CATALOG
 from evaluation.jobs.entry import Entry
 from evaluation.jobs.job import Job, Report, Trial
-from torchscout.decision.records import recorder
 from torchscout.decision.types import Incident, Manifestation
 from torchscout.faults.plan import FaultPlan
+from torchscout.run.reader import IncidentLog
 from torchscout.testing.local_ranks import LiveRanks, RankError, preload
 
 preload("evaluation.jobs.contracts", "torch.distributed.tensor.parallel", "torch._dynamo")
@@ -275,10 +275,7 @@ def _answering(rank: int, trials: Iterator[Trial], name: str) -> Iterator[Report
 
 def written(run_dir: Path) -> list[Incident]:
     """The incidents in a run directory."""
-    path = run_dir / "incidents.jsonl"
-    lines = [*recorder.read(path)] if path.exists() else []
-    items = [line.item for line in lines if isinstance(line, recorder.Stamped)]
-    return [each for each in items if isinstance(each, Incident)]
+    return IncidentLog.read(run_dir).incidents
 
 
 def expect(holds: bool, words: str, details: object = "") -> None:

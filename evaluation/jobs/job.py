@@ -36,10 +36,10 @@ from torchscout.config import (
     ReplayConfig,
     StragglerConfig,
 )
-from torchscout.decision.records import recorder
 from torchscout.decision.types import EvidenceRecord, Incident, Manifestation
 from torchscout.faults.injector import Injector
 from torchscout.faults.plan import FaultPlan
+from torchscout.run.reader import Stamped, read
 from torchscout.session.checkpoints.resumption import Resumption
 from torchscout.session.session import Session
 
@@ -403,8 +403,8 @@ def forget_groups() -> None:
 
 def _records_of(run_dir: Path, rank: int) -> list[EvidenceRecord]:
     path = run_dir / "records" / f"rank-{rank}.jsonl"
-    lines = recorder.read(path) if path.exists() else ()  # replay may be off
-    items = [line.item for line in lines if isinstance(line, recorder.Stamped)]
+    lines = read(path) if path.exists() else ()  # replay may be off
+    items = [line.item for line in lines if isinstance(line, Stamped)]
     return [each for each in items if isinstance(each, EvidenceRecord)]
 
 

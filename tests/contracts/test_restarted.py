@@ -16,7 +16,7 @@ from evaluation.jobs.contracts import FAULTY
 from evaluation.jobs.script import FAULTY_STEP, OTHER
 from tests.support.restarts import answers, decisions, run
 from torchscout.decision.types import Action
-from torchscout.observer.record.directory import read_end
+from torchscout.run.folder import read_end
 from torchscout.run.restart import RestartPlan
 
 BOTH = ["--act", "restart,replace"]

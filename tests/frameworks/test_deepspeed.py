@@ -326,4 +326,4 @@ def test_the_example_trains_and_goes_on_from_its_checkpoint(tmp_path: Path):
         assert [*printed] == [*range(begin, end + 1)]
         losses |= printed
     assert losses[15] < losses[1]
-    assert not [*tmp_path.glob("scout-run-*/incidents.jsonl")]
+    assert not [*tmp_path.glob("scout-run-*/incidents/*")]

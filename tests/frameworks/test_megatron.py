@@ -296,4 +296,4 @@ def test_the_example_trains_and_goes_on_from_its_checkpoint(tmp_path: Path):
         assert [*printed] == [*range(begin, begin + 5)]
         losses |= printed
     assert losses[10] < losses[1]
-    assert not [*tmp_path.glob("scout-run-*/incidents.jsonl")]
+    assert not [*tmp_path.glob("scout-run-*/incidents/*")]

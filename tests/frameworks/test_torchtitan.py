@@ -220,4 +220,4 @@ def test_the_example_trains_and_goes_on_from_its_checkpoint(tmp_path: Path):
         assert sorted({int(step) for step, _ in seen}) == [*range(first, last + 1)], printed
         losses += [float(loss) for _, loss in seen]
     assert losses[-1] < losses[0]
-    assert not [*tmp_path.glob("outputs/scout/incidents.jsonl")]
+    assert not [*tmp_path.glob("outputs/scout/incidents/*")]

@@ -24,13 +24,14 @@ from torchscout.checkpoint.trust.gate_state import CheckpointGate
 from torchscout.checkpoint.trust.generation import Generation, TrustLevel
 from torchscout.config import ObserverConfig, ReplayConfig, StragglerConfig
 from torchscout.decision.progress import CommGroup, Phase
-from torchscout.decision.records.recorder import JsonlRecorder, read
 from torchscout.errors import CheckpointError, TornRecordError
-from torchscout.observer.record.directory import End, RankEntry, read_ends, read_roster
 from torchscout.observer.record.reader import ProgressReader
 from torchscout.observer.record.writer import ProgressWriter
 from torchscout.observer.rounds import protocol
 from torchscout.report.standing import standing
+from torchscout.run.folder import End, RankEntry, read_ends, read_roster
+from torchscout.run.reader import read
+from torchscout.run.writer import RunWriter
 
 
 def test_lock_owners():
@@ -46,12 +47,12 @@ def test_lock_owners():
 
 
 def test_records(tmp_path: Path):
-    recorder = JsonlRecorder(tmp_path, 0)
+    recorder = RunWriter(tmp_path, 0)
     for item in (EVIDENCE, TIMES, NOT_CHECKED, INCIDENT, RESOLVED, AGREEMENTS):
         recorder.record(item)
     lines = [
         json.loads(line)
-        for path in (tmp_path / "incidents.jsonl", tmp_path / "records" / "rank-0.jsonl")
+        for path in (tmp_path / "incidents" / "rank-0.jsonl", tmp_path / "records" / "rank-0.jsonl")
         for line in path.read_text().splitlines()
     ]
     path = tmp_path / "mutants.jsonl"

@@ -30,7 +30,6 @@ from torchscout.checkpoint.replication.streams import Secret
 from torchscout.checkpoint.storage.shards import path_of
 from torchscout.config import ObserverConfig
 from torchscout.decision.progress import CommGroup, Phase, RankReport
-from torchscout.decision.records.recorder import read
 from torchscout.mesh import Mesh
 from torchscout.observer.process import ObserverProcess
 from torchscout.observer.record.writer import ProgressWriter
@@ -41,6 +40,8 @@ from torchscout.observer.rounds.post_writer import post_of
 from torchscout.observer.rounds.reported_incidents import Finding
 from torchscout.observer.spec import ObserverSpec, describe_mesh
 from torchscout.observer.trainer import TrainerView
+from torchscout.run.folder import Identity
+from torchscout.run.reader import incident_lines
 from torchscout.utils import network
 
 TOKEN = network.new_token()
@@ -75,7 +76,7 @@ def assigned(writer: ProgressWriter, folder: Path, **changes: Any) -> ObserverSp
         rank=0,
         size=RANKS,
         record=str(writer.path),
-        run_dir=str(folder / "run"),
+        run=Identity(str(folder / "run")),
         token=TOKEN,
         config=CONFIG,
         **changes,
@@ -239,7 +240,7 @@ def test_a_hub_survives_every_message(job: _Job, tmp_path: Path, capfd: pytest.C
     assert job.holds_a_round()
     assert job.hub.tally.malformed
     assert not (tmp_path / "run" / "records").exists(), "a report kept a round from being diagnosed"
-    for line in read(tmp_path / "run" / "incidents.jsonl"):
+    for line in incident_lines(tmp_path / "run"):
         assert all(rank in range(RANKS) for rank in getattr(line, "ranks", ()))
 
 

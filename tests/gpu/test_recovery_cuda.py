@@ -12,8 +12,8 @@ import pytest
 from evaluation.jobs.contracts import FAULTY
 from evaluation.jobs.script import FAULTY_STEP, control_daemon
 from tests.support.restarts import answers, run
-from torchscout.decision.records.recorder import IncidentLog
 from torchscout.decision.types import Action
+from torchscout.run.reader import IncidentLog
 
 pytestmark = [pytest.mark.gpu, pytest.mark.nccl(3), pytest.mark.slow]
 IS_SHARED = "CUDA_MPS_PIPE_DIRECTORY" in os.environ

@@ -27,7 +27,8 @@ from torchscout.adapters.base import mesh_from
 from torchscout.attach import enable_resiliency
 from torchscout.cli.main import app
 from torchscout.config import CheckpointConfig, Parallelism, ReplayConfig
-from torchscout.observer.record.directory import read_ends
+from torchscout.run.folder import read_ends
+from torchscout.run.reader import IncidentLog
 from torchscout.utils.procfs import is_running, open_descriptors
 
 
@@ -295,9 +296,7 @@ def test_a_script_under_torchrun_needs_no_guard_and_no_close(
         [*command, script, run_dir, how], env={**os.environ, "PYTHONPATH": root}, check=False, timeout=120,
         capture_output=True, text=True,
     )  # fmt: skip
-    path = run_dir / "incidents.jsonl"
-    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    assert [line["ranks"] for line in lines if line["kind"] == "incident"] == named
+    assert [[*each.ranks] for each in IncidentLog.read(run_dir).incidents] == named
     found = read_ends(run_dir)
     assert {end.how for end in found.values()} <= ends
     assert "torchscout: attached to 2 ranks" in done.stderr

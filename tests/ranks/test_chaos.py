@@ -21,8 +21,8 @@ from tests.support.ranks import run_ranks
 from tests.support.small_job import until
 from tests.support.wall_clock import WallClock
 from tests.support.wall_clock import why_impossible as why_no_clock
-from torchscout.decision.records.recorder import Stamped, read
 from torchscout.decision.types import Incident
+from torchscout.run.reader import Stamped, incident_lines
 from torchscout.utils.procfs import is_running
 
 SECONDS = float(os.environ.get("SCOUT_CHAOS", "60"))
@@ -66,8 +66,7 @@ def run_under_disturbances(chaos: Chaos) -> list[Life]:
 
 def reported(run_dir: Path) -> list[str]:
     """The sentences of the incidents that are on record now."""
-    path = run_dir / "incidents.jsonl"
-    lines = [each.item for each in read(path) if isinstance(each, Stamped)] if path.exists() else []
+    lines = [each.item for each in incident_lines(run_dir) if isinstance(each, Stamped)]
     return [
         f"{each.manifestation.value} of {each.ranks}: {each.sentence}"
         for each in lines

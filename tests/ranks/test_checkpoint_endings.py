@@ -15,7 +15,7 @@ import pytest
 from tests.support.checkpoint_jobs import KillPlan, Plan, Result, killed_from_outside, reached, train
 from tests.support.ranks import RankError, run_ranks
 from torchscout.checkpoint.trust import ledger
-from torchscout.observer.record.directory import read_ends
+from torchscout.run.folder import read_ends
 
 RANKS = 2
 ROOT = Path(__file__).parents[2]

@@ -15,9 +15,8 @@ from typing import Any
 import pytest
 
 from tests.ranks.test_campaign import processes_of
-from torchscout.decision.records import recorder
-from torchscout.decision.records.recorder import Stamped
 from torchscout.decision.types import Incident
+from torchscout.run.reader import IncidentLog
 
 SCOUT = Path(sys.executable).with_name("scout")
 STEPS = 12
@@ -28,9 +27,7 @@ def scout(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
 
 
 def reported(run_dir: Path) -> list[Incident]:
-    path = run_dir / "incidents.jsonl"
-    lines = [line.item for line in recorder.read(path) if isinstance(line, Stamped)] if path.exists() else []
-    return [each for each in lines if isinstance(each, Incident)]
+    return IncidentLog.read(run_dir).incidents
 
 
 def named(report: dict[str, Any]) -> list[tuple[str, str, list[int], str]]:

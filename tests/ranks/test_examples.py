@@ -37,7 +37,7 @@ def test_an_example_trains_and_goes_on_from_its_checkpoint(name: str, option: st
     more, output = run(name, tmp_path, "--steps", "7", *option.split())
     assert sorted(more) == [6, 7]
     assert max(more.values()) < losses[1], "what was learned is still known"
-    assert not [*tmp_path.glob("scout-run-*/incidents.jsonl")]
+    assert not [*tmp_path.glob("scout-run-*/incidents/*")]
     assert "failed  " not in output
 
 

@@ -22,7 +22,7 @@ from torchscout.config import CheckpointConfig, MetricsConfig, ObserverConfig
 from torchscout.faults.injector import Injector
 from torchscout.faults.plan import FaultPlan
 from torchscout.metrics.export import export_metrics
-from torchscout.notify import Webhook
+from torchscout.run.notify import Webhook
 
 RANKS, STEPS, FAULTY_STEP = 3, 8, 5
 FLIP = FaultPlan().flip_bit(rank=2, at="stack.0.up/weight", step=FAULTY_STEP, bit=3)

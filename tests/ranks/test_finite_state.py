@@ -20,7 +20,7 @@ from torchscout import CheckpointConfig, ReplayConfig, enable_resiliency
 from torchscout.log import log
 from torchscout.replay.finite import FINITE
 from torchscout.report.document import document_of
-from torchscout.report.reading import read_run
+from torchscout.run.reader import read_run
 
 STEPS, BAD_STEP = 6, 4
 LAST_GOOD = {BAD_STEP - 1, BAD_STEP - 2}

@@ -11,8 +11,8 @@ import pytest
 from tests.ranks.test_standby import own_address
 from tests.support.restarts import answers, decisions, run
 from tests.support.torchrun_agents import ROOT, installed, running_agents
-from torchscout.decision.records.recorder import IncidentLog
 from torchscout.decision.types import Action, Manifestation
+from torchscout.run.reader import IncidentLog
 from torchscout.run.restart import RestartPlan
 
 pytestmark = pytest.mark.slow

@@ -19,12 +19,12 @@ from torch.nn.parallel import DistributedDataParallel
 from tests.support.ranks import run_ranks
 from torchscout.attach import enable_resiliency
 from torchscout.config import ReplayConfig
-from torchscout.decision.records.recorder import read
 from torchscout.decision.types import EvidenceRecord, Incident
 from torchscout.faults.injector import Injector
 from torchscout.faults.plan import FaultPlan
 from torchscout.replay.recipe import Observation
 from torchscout.replay.timing import _HostClock, timed
+from torchscout.run.reader import read
 
 CPU_SECONDS = 0.06
 """What a layer computes. With three others on its core it takes four times as long."""

@@ -17,8 +17,8 @@ from evaluation.jobs.script import OTHER
 from tests.ranks.test_standby import own_address
 from tests.support.restarts import SCRIPT, answers, run
 from tests.support.torchrun_agents import Agents, installed, running_agents
-from torchscout.decision.records.recorder import IncidentLog
 from torchscout.decision.types import Action, Decision, Scope
+from torchscout.run.reader import IncidentLog
 from torchscout.run.restart import RestartPlan
 
 pytestmark = pytest.mark.slow

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from tests.support.small_job import SmallJob, small_job, until
-from torchscout.decision.records.recorder import Stamped, read
 from torchscout.decision.types import EvidenceRecord, Incident, Resolved
 from torchscout.faults.storage import can_fill_disks, on_a_small_disk
-from torchscout.observer.record.directory import read_ends
+from torchscout.run.folder import read_ends
+from torchscout.run.reader import Stamped, read
 from torchscout.utils.procfs import is_running
 
 STALL = 4.0

@@ -27,6 +27,7 @@ from torchscout.observer import handle as observers
 from torchscout.observer.handle import ObserverHandle, launch
 from torchscout.observer.record.writer import ProgressWriter
 from torchscout.observer.spec import ObserverSpec, describe_mesh
+from torchscout.run.folder import Identity
 from torchscout.utils.network import new_token
 from torchscout.utils.procfs import is_running
 
@@ -73,7 +74,7 @@ def test_a_healthy_job_is_silent_and_a_late_rank_is_named_until_it_moves(tmp_pat
         until(lambda: not any(map(is_running, job.observers)), "the observers leave")
         assert [trainer.wait() for trainer in job.trainers] == [0, 0, 0]
         assert len(job.lines()) == 2
-        assert sorted(path.name for path in tmp_path.iterdir()) == ["ends", "incidents.jsonl", "observers"]
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["ends", "incidents", "observers"]
         assert list((tmp_path / "observers").iterdir()) == []
 
 
@@ -154,7 +155,7 @@ def test_observers_that_are_released_right_after_their_start_end_at_once(tmp_pat
         rank=0,
         size=3,
         record="",
-        run_dir=str(tmp_path / "run"),
+        run=Identity(str(tmp_path / "run")),
         token=new_token(),
         config=replace(QUICK, grace_seconds=LONG),
         mesh=describe_mesh(Mesh.grid(replica=3)),
@@ -186,7 +187,7 @@ def assignment(tmp_path: Path) -> Iterator[ObserverSpec]:
         rank=0,
         size=1,
         record=str(writer.path),
-        run_dir=str(tmp_path / "run"),
+        run=Identity(str(tmp_path / "run")),
         token=new_token(),
         config=QUICK,
         hub=0,

@@ -32,7 +32,8 @@ CONTRACT |= {"surface", "status", "peers", "bitmap", "action", "sentence"}
 def test_one_rank_writes_the_incident_and_every_rank_its_records(tmp_path: Path):
     found = run_ranks(checked_training, 4, corrupted(0), STEPS, (), tmp_path, timeout=90)
     assert [(each.failures, each.incidents) for each in found] == [([], found[0].incidents)] * 4
-    line, decision = [json.loads(each) for each in (tmp_path / "incidents.jsonl").read_text().splitlines()]
+    files = sorted((tmp_path / "incidents").iterdir())
+    line, decision = [json.loads(each) for path in files[::-1] for each in path.read_text().splitlines()]
     assert (decision["kind"], decision["is_carried_out"]) == ("decision", False)
     assert line.keys() >= CONTRACT
     assert (line["kind"], line["manifestation"], line["scope"]) == ("incident", "sdc", "rank")

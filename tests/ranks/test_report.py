@@ -12,13 +12,12 @@ from tests.support.hangs import FAULTY_STEP, STALL
 from tests.support.ranks import run_ranks
 from tests.support.replayed_job import checked_training
 from torchscout.faults.plan import FaultPlan
-from torchscout.report.document import document_of
+from torchscout.report.document import documented
 from torchscout.report.page import page
-from torchscout.report.reading import read_run
 
 
 def reported(run_dir: Path) -> dict[str, Any]:
-    document = document_of(read_run(run_dir))
+    document = documented(run_dir)
     assert document["problems"] == []
     page(document)
     return document

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from torchscout.decision.records.recorder import IncidentLog
 from torchscout.decision.types import Incident
+from torchscout.run.reader import IncidentLog
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]

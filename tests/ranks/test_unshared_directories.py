@@ -12,9 +12,11 @@ import pytest
 from tests.support.ranks import run_ranks
 from tests.support.replayed_job import Found, checked_training
 from torchscout.communicators import Job
-from torchscout.decision.records.recorder import HISTORY_FILE, IncidentLog, Stamped, Started, Trust, read
+from torchscout.decision.types import Started, Trust
 from torchscout.faults.plan import FaultPlan
 from torchscout.mesh import Mesh
+from torchscout.run.folder import HISTORY_FILE
+from torchscout.run.reader import IncidentLog, Stamped, read
 from torchscout.utils.private_files import first_text
 
 _NEW_MOUNTS = 0x00020000  # CLONE_NEWNS

@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.small_job import SmallJob, small_job, until
 from tests.support.wall_clock import WallClock, why_impossible
-from torchscout.decision.records.recorder import Stamped, read
+from torchscout.run.reader import Stamped, incident_lines
 
 pytestmark = pytest.mark.skipif(why_impossible() is not None, reason=str(why_impossible()))
 
@@ -44,6 +44,6 @@ def test_jumps_of_the_wall_clock_neither_make_nor_hide_a_hang(tmp_path: Path):
         (incident,) = until(job.lines, "an incident is written")
         assert incident.ranks == (1,)
         assert incident.records[0].stall_seconds < HOUR / 2
-    (line,) = read(tmp_path / "incidents.jsonl")
+    (line,) = incident_lines(tmp_path)
     assert isinstance(line, Stamped)
     assert hours_ahead(line.time) == 2, "the observers' clock jumped, too"

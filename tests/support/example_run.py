@@ -7,7 +7,6 @@ from pathlib import Path
 from tests.support.incidents import incident_from
 from torchscout.config import StragglerConfig
 from torchscout.decision.consensus import exact, statistical
-from torchscout.decision.records.recorder import JsonlRecorder, Started, SummaryRecorder, Trust
 from torchscout.decision.types import (
     Action,
     Decision,
@@ -15,11 +14,14 @@ from torchscout.decision.types import (
     Failure,
     Manifestation,
     Resolved,
+    Started,
     Status,
+    Trust,
     Verdict,
 )
 from torchscout.mesh import AXES, Mesh
-from torchscout.observer.record.directory import RankEntry
+from torchscout.run.folder import RankEntry
+from torchscout.run.writer import RunWriter, SummaryRecorder
 
 CORRUPT, SLOW, HUNG = 5, 10, 6
 STACK = """Thread 0x00007f1 (most recent call first):
@@ -38,7 +40,7 @@ def write_example_run(run_dir: Path) -> None:
         RankEntry(
             rank, hosts[rank], 4200 + rank, f"record-{rank}", 16, 1, place, device=f"cuda:{rank % 4} (H200)"
         ).write(run_dir)
-        recorder = SummaryRecorder(JsonlRecorder(run_dir, rank), StragglerConfig())
+        recorder = SummaryRecorder(RunWriter(run_dir, rank), StragglerConfig())
         for step in range(20, 140, 20):
             for layer in range(4):
                 for record in compared(mesh, rank, step, layer):
@@ -64,7 +66,7 @@ def compared(mesh: Mesh, rank: int, step: int, layer: int) -> list[EvidenceRecor
 
 
 def write_events(run_dir: Path, mesh: Mesh) -> None:
-    recorder = JsonlRecorder(run_dir, 0)
+    recorder = RunWriter(run_dir, 0)
     record = recorder.record
     record(Started(step=0, sentence="torchscout was attached to 16 ranks on 4 machines."))
     for step in (20, 40):
@@ -80,15 +82,18 @@ def write_events(run_dir: Path, mesh: Mesh) -> None:
     record(Trust(step=60, latest=59, candidate=59, verified=40, poisoned=None))
     corrupt, _ = compared(mesh, CORRUPT, 80, 2)
     sentence = "Rank 5 on node-1 computes wrong numbers: layers.2/output differs from 3 equal replicas."
-    record(incident_from(corrupt, (CORRUPT,), action=Action.REPLACE, sentence=sentence))
+    corrupted = incident_from(corrupt, (CORRUPT,), action=Action.REPLACE, sentence=sentence)
+    record(corrupted)
     record(
         Decision(
             step=80, action=Action.REPLACE, failure=Failure.SDC, ranks=(CORRUPT,), hosts=("node-1",),
             sentence="Replace machine node-1, and resume from step 60.", is_carried_out=True,
+            incident=corrupted.id,
         )
     )  # fmt: skip
     record(Trust(step=80, latest=None, candidate=None, verified=60, poisoned=80))
-    record(Resolved(step=80, ranks=(CORRUPT,), sentence=sentence, stalled_seconds=0.0, recovered=60))
+    end = {"incident": corrupted.id, "step": 80, "ranks": (CORRUPT,), "sentence": sentence}
+    record(Resolved(**end, stalled_seconds=0.0, recovered=60))
     record(Started(step=60, sentence="All ranks load step 60, the newest state that is verified."))
     for step in (80, 100, 120):
         record(Trust(step=step, latest=step - 1, candidate=step - 1, verified=step - 20, poisoned=None))

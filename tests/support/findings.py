@@ -9,8 +9,8 @@ from typing import Any
 import torch.distributed as dist
 
 from torchscout.config import ReplayConfig
-from torchscout.decision.records.recorder import Stamped, read
 from torchscout.decision.types import EvidenceRecord, Incident, Manifestation
+from torchscout.run.reader import Stamped, read
 from torchscout.session.session import Session
 
 

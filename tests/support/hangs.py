@@ -12,9 +12,8 @@ import torch
 import torch.distributed as dist
 
 from torchscout.config import ObserverConfig
-from torchscout.decision.records import recorder
-from torchscout.decision.records.recorder import Stamped
 from torchscout.decision.types import Incident, Resolved
+from torchscout.run.reader import Stamped, incident_lines
 
 QUICK = ObserverConfig(
     min_silence_seconds=1.0,
@@ -50,10 +49,7 @@ def resolutions(run_dir: Path) -> list[Resolved]:
 
 
 def _items(run_dir: Path) -> list[Any]:
-    path = run_dir / "incidents.jsonl"
-    if not path.exists():
-        return []
-    lines = list(recorder.read(path))
+    lines = incident_lines(run_dir)
     assert all(isinstance(line, Stamped) for line in lines), lines
     return [line.item for line in lines]
 

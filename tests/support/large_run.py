@@ -6,7 +6,6 @@ from pathlib import Path
 
 from torchscout.config import StragglerConfig
 from torchscout.decision.consensus import exact, statistical
-from torchscout.decision.records.recorder import JsonlRecorder, Started, SummaryRecorder, Trust
 from torchscout.decision.types import (
     Action,
     Decision,
@@ -15,11 +14,14 @@ from torchscout.decision.types import (
     Incident,
     Manifestation,
     Scope,
+    Started,
     Status,
+    Trust,
     Verdict,
 )
 from torchscout.mesh import AXES, Mesh
-from torchscout.observer.record.directory import End, RankEntry
+from torchscout.run.folder import End, RankEntry
+from torchscout.run.writer import RunWriter, SummaryRecorder
 
 LARGE = 16_384
 HUNG, SLOW = 9_001, 12_345
@@ -46,7 +48,7 @@ def write_large_run(run_dir: Path, size: int = LARGE, per_host: int = 8) -> None
 
 
 def write_records(run_dir: Path, rank: int, peers: tuple[int, ...]) -> None:
-    recorder = SummaryRecorder(JsonlRecorder(run_dir, rank), StragglerConfig())
+    recorder = SummaryRecorder(RunWriter(run_dir, rank), StragglerConfig())
     for step in (20, 40):
         for layer in range(LAYERS):
             recorder.record(times_at(step, peers, layer))
@@ -78,7 +80,7 @@ def times_at(step: int, peers: tuple[int, ...], layer: int) -> EvidenceRecord:
 
 def write_incidents(run_dir: Path, mesh: Mesh) -> None:
     everyone = tuple(range(len(mesh)))
-    recorder = JsonlRecorder(run_dir, 0)
+    recorder = RunWriter(run_dir, 0)
     recorder.record(Started(step=0, sentence=f"torchscout was attached to {len(mesh)} ranks."))
     for step in range(20, 60, 20):
         recorder.record(Trust(step=step, latest=step - 20, candidate=None, verified=step - 20, poisoned=None))

@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from torchscout.decision.records.recorder import IncidentLog
 from torchscout.decision.types import Decision
+from torchscout.run.reader import IncidentLog
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ["-m", "evaluation.jobs.script", "no-wrapper"]

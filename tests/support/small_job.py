@@ -25,12 +25,13 @@ from typing import Any
 
 from torchscout.config import ObserverConfig
 from torchscout.decision.progress import CommGroup, Phase
-from torchscout.decision.records.recorder import Stamped, read
 from torchscout.errors import ObserverError
 from torchscout.observer import stacks
 from torchscout.observer.handle import launch
 from torchscout.observer.record.writer import ProgressWriter
 from torchscout.observer.spec import ObserverSpec, describe_mesh, hub_ranks, relayed_with
+from torchscout.run.folder import Identity
+from torchscout.run.reader import Stamped, incident_lines, read
 from torchscout.utils.network import new_token
 
 QUICK = ObserverConfig(
@@ -96,11 +97,10 @@ class SmallJob:
 
     def lines(self) -> list[Any]:
         """Return the incidents recorded so far, and their ends."""
-        path = self.run_dir / "incidents.jsonl"
-        return [each.item for each in read(path) if isinstance(each, Stamped)] if path.exists() else []
+        return [each.item for each in incident_lines(self.run_dir) if isinstance(each, Stamped)]
 
     def records(self, rank: int) -> list[Any]:
-        path = self.run_dir / "records" / f"rank-{rank}.jsonl"
+        path = self.run_dir / "records" / f"observer-{rank}.jsonl"
         return [each.item for each in read(path) if isinstance(each, Stamped)] if path.exists() else []
 
     def end(self) -> None:
@@ -124,7 +124,7 @@ class SmallJob:
                 rank=rank,
                 size=self.size,
                 record="",
-                run_dir=str(self.run_dir),
+                run=Identity(str(self.run_dir)),
                 token=self._token,
                 config=self.config,
                 hub=place,

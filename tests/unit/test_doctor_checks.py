@@ -24,8 +24,8 @@ from torchscout.cli.doctor.facts import (
     mesh_of,
 )
 from torchscout.cli.doctor.probes import not_repeating
-from torchscout.decision.records.recorder import JsonlRecorder
 from torchscout.decision.types import EvidenceRecord, Manifestation
+from torchscout.run.writer import RunWriter
 
 GIB = 1 << 30
 HERE = Installed({"Python": "3.11.7", "torch": "2.13.0", "pyzmq": "27.0"}, curve=True)
@@ -226,7 +226,7 @@ def test_a_mesh_that_does_not_fill_the_machines_devices_is_questioned():
 def test_nondeterministic_surfaces_of_a_run_are_listed(tmp_path: Path):
     check(software.surfaces(not_repeating(tmp_path)), "skipped", "--run-dir")
     reason = "nondeterministic kernel: replayed twice, ranks 0 and 1 did not repeat the same numbers"
-    recorder = JsonlRecorder(tmp_path, 1)
+    recorder = RunWriter(tmp_path, 1)
     for surface, why in (("layers.0/grad_input", reason), ("layers.0/output", "it returns no tensor")):
         recorder.record(
             EvidenceRecord(

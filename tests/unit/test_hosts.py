@@ -18,10 +18,10 @@ from typer.testing import CliRunner
 
 from tests.unit.test_policy import SDC, decided
 from torchscout.cli.main import app
-from torchscout.decision.records.recorder import JsonlRecorder
 from torchscout.decision.types import Action, Decision, Failure
-from torchscout.observer.record.directory import RankEntry
+from torchscout.run.folder import RankEntry
 from torchscout.run.restart import RestartPlan
+from torchscout.run.writer import RunWriter
 
 ROOT = Path(__file__).parents[2]
 
@@ -62,7 +62,7 @@ def test_a_plan_lists_the_excluded_machines_with_reasons(tmp_path: Path):
 def test_a_run_directory_lists_what_a_dry_run_would_replace(tmp_path: Path):
     RankEntry.own(1, tmp_path / "record", 2, device="GPU-1").write(tmp_path)
     entry = json.loads((tmp_path / "ranks" / "rank-1.json").read_text())
-    recorder = JsonlRecorder(tmp_path, 0)
+    recorder = RunWriter(tmp_path, 0)
     recorder.record(replacing(entry["host"]))
     recorder.record(decided(SDC))
     recorder.close()

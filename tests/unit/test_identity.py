@@ -11,8 +11,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from torchscout.observer.record.directory import RankEntry, read_roster
 from torchscout.report.standing import standing
+from torchscout.run.folder import RankEntry, read_roster
 from torchscout.utils.identity import HOST_VARIABLES, device_name, host_name, is_host_name
 from torchscout.utils.network import interface_of_job
 

@@ -10,11 +10,13 @@ import pytest
 
 from tests.unit.test_policy import ALL, SDC, decided, incident
 from torchscout.config import ObserverConfig, RecoveryConfig
-from torchscout.decision.records.recorder import IncidentLog, record_one
 from torchscout.decision.types import Action, Decision, Failure, Incident, Manifestation, Resolved, Scope
 from torchscout.observer.late_decision import LateDecision
 from torchscout.observer.spec import ObserverSpec
+from torchscout.run.folder import Identity
+from torchscout.run.reader import IncidentLog
 from torchscout.run.restart import RestartPlan
+from torchscout.run.writer import record_one
 
 LOST = incident(Manifestation.HANG, action=Action.REPLACE, scope=Scope.MACHINE, hosts=("b",))
 LATER = incident(Manifestation.HANG, step=50, hosts=("c",))
@@ -26,7 +28,7 @@ def spec(folder: Path, rank: int = 0, **fields: object) -> ObserverSpec:
         rank=rank,
         size=4,
         record="/record",
-        run_dir=str(folder / "run"),
+        run=Identity(str(folder / "run")),
         token="t" * 16,
         config=ObserverConfig(),
         recovery=ALL,
@@ -112,10 +114,12 @@ def test_corruption_is_decided_by_trainers_alone(tmp_path: Path):
 
 
 def test_a_trainer_that_ends_after_the_incident_is_over_did_not_end_because_of_it(tmp_path: Path):
-    over = Resolved(step=LATER.step, ranks=LATER.ranks, sentence=LATER.sentence, stalled_seconds=1.0)
+    over = Resolved(
+        incident=LATER.id, step=LATER.step, ranks=LATER.ranks, sentence=LATER.sentence, stalled_seconds=1.0
+    )
     late = LateDecision(spec(tmp_path))
     assert late.must_end(LATER)
-    assert not late.is_over(replace(over, step=3)), "another incident"
+    assert not late.is_over(replace(over, incident="another")), "another incident"
     assert late.is_over(over)
     late.trainer_ended()
     assert plans(tmp_path) == [RestartPlan()] * 2

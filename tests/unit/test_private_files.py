@@ -15,11 +15,11 @@ from torchscout.checkpoint.storage import lock, lock_by_name, shards
 from torchscout.checkpoint.storage.owner import Owner
 from torchscout.checkpoint.trust import ledger
 from torchscout.checkpoint.trust.gate_state import CheckpointGate
-from torchscout.decision.records.recorder import JsonlRecorder
 from torchscout.errors import CheckpointError
 from torchscout.observer import monitor, stacks
 from torchscout.observer.record import directory
-from torchscout.observer.record.directory import RankEntry, read_roster
+from torchscout.run.folder import RankEntry, read_roster
+from torchscout.run.writer import RunWriter
 
 
 @pytest.fixture
@@ -118,12 +118,12 @@ def test_ledgers_and_shards_that_are_links_are_refused(tmp_path: Path):
 
 def test_records_do_not_follow_links_and_are_the_owners_alone(tmp_path: Path, victim: Path):
     run = tmp_path / "run"
-    recorder = JsonlRecorder(run, 0)
+    recorder = RunWriter(run, 0)
     recorder.record(INCIDENT)
-    assert stat.S_IMODE((run / "incidents.jsonl").stat().st_mode) == 0o600
+    assert stat.S_IMODE((run / "incidents" / "rank-0.jsonl").stat().st_mode) == 0o600
     assert stat.S_IMODE(run.stat().st_mode) == 0o700
-    (run / "incidents.jsonl").unlink()
-    (run / "incidents.jsonl").symlink_to(victim)
+    (run / "incidents" / "rank-0.jsonl").unlink()
+    (run / "incidents" / "rank-0.jsonl").symlink_to(victim)
     with pytest.raises(OSError, match="symbolic link"):
         recorder.record(INCIDENT)
     assert victim.read_text() == "precious"

@@ -16,9 +16,10 @@ from typer.testing import CliRunner
 from tests.support.incidents import incident_from
 from torchscout.cli.main import app
 from torchscout.decision.consensus import exact, statistical
-from torchscout.decision.records.recorder import Agreement, Agreements, JsonlRecorder, Started, Trust
 from torchscout.decision.types import (
     Action,
+    Agreement,
+    Agreements,
     Decision,
     EvidenceRecord,
     Failure,
@@ -26,13 +27,15 @@ from torchscout.decision.types import (
     Manifestation,
     Resolved,
     Scope,
+    Started,
+    Trust,
 )
-from torchscout.observer.record.directory import End, RankEntry
-from torchscout.report.document import document_of
+from torchscout.report.document import documented
 from torchscout.report.evidence import stacks_of, waits_of
 from torchscout.report.page import embedded, page
-from torchscout.report.reading import read_run
 from torchscout.report.screen import _incidents
+from torchscout.run.folder import End, RankEntry
+from torchscout.run.writer import RunWriter
 from torchscout.utils.text import spans
 
 PEERS = (0, 1, 2, 3)
@@ -90,7 +93,7 @@ def write_run(run_dir: Path, host: str = "node") -> None:
         )
         entry.write(run_dir)
         End(rank, "finished", 12, entry.record).write(run_dir)
-        recorder = JsonlRecorder(run_dir, rank)
+        recorder = RunWriter(run_dir, rank)
         recorder.record(numbers())
         recorder.record(times(8))
         agreed = Agreement(
@@ -108,7 +111,7 @@ def write_run(run_dir: Path, host: str = "node") -> None:
             )
         )
         recorder.close()
-    recorder = JsonlRecorder(run_dir, 0)
+    recorder = RunWriter(run_dir, 0)
     recorder.record(Started(step=0, sentence="torchscout was attached to 4 ranks on 2 machines."))
     recorder.record(Trust(step=6, latest=5, candidate=None, verified=5, poisoned=None))
     corrupt = incident_from(numbers(), (2,), action=Action.REPLACE, sentence="Rank 2 disagrees.")
@@ -121,11 +124,19 @@ def write_run(run_dir: Path, host: str = "node") -> None:
             ranks=(2,),
             hosts=("node-1",),
             sentence="Replace machine node-1.",
+            incident=corrupt.id,
         )
     )
     recorder.record(Trust(step=7, latest=None, candidate=None, verified=5, poisoned=7))
     recorder.record(
-        Resolved(step=7, ranks=(2,), sentence="Rank 2 disagrees.", stalled_seconds=0.0, recovered=5)
+        Resolved(
+            incident=corrupt.id,
+            step=7,
+            ranks=(2,),
+            sentence=corrupt.sentence,
+            stalled_seconds=0.0,
+            recovered=5,
+        )
     )
     recorder.record(Started(step=5, sentence="All ranks load step 5."))
     late = stuck("issued/world", (1, 0, 2, 3), [6, 7, 7, 7], "File a.py, line 1")
@@ -135,7 +146,7 @@ def write_run(run_dir: Path, host: str = "node") -> None:
 
 def test_the_document_has_incidents_with_place_decision_and_evidence(tmp_path: Path):
     write_run(tmp_path)
-    document = document_of(read_run(tmp_path))
+    document = documented(tmp_path)
     corrupt, late = document["incidents"]
     assert (corrupt["state"], corrupt["recovered"], corrupt["ranks"]) == ("recovered", 5, [[2, 2]])
     assert corrupt["where"] == ["rank 2: host node-1, device cuda:0 (replica 2)"]
@@ -172,8 +183,8 @@ CRASH = Incident(
 
 
 def test_a_crash_is_shown_with_its_sentence_and_what_to_do(tmp_path: Path):
-    JsonlRecorder(tmp_path, 0).record(CRASH)
-    document = document_of(read_run(tmp_path))
+    RunWriter(tmp_path, 0).record(CRASH)
+    document = documented(tmp_path)
     (shown,) = document["incidents"]
     assert (shown["manifestation"], shown["sentence"], shown["ranks"]) == ("crash", CRASH.sentence, [[2, 2]])
     assert shown["todo"] == "Check the machines before they train again."
@@ -184,8 +195,8 @@ def test_a_crash_is_shown_with_its_sentence_and_what_to_do(tmp_path: Path):
 @pytest.mark.parametrize("kind", Manifestation)
 @pytest.mark.parametrize("action", Action)
 def test_every_kind_and_every_action_has_words(tmp_path: Path, kind: Manifestation, action: Action):
-    JsonlRecorder(tmp_path, 0).record(replace(CRASH, manifestation=kind, action=action))
-    document = document_of(read_run(tmp_path))
+    RunWriter(tmp_path, 0).record(replace(CRASH, manifestation=kind, action=action))
+    document = documented(tmp_path)
     assert document["incidents"][0]["todo"].endswith(".")
     assert kind.in_words in "\n".join(_incidents(document["incidents"]))
     script = page(document).rpartition("<script>")[2]
@@ -195,7 +206,7 @@ def test_every_kind_and_every_action_has_words(tmp_path: Path, kind: Manifestati
 
 def test_the_document_has_ranks_timeline_trust_times_and_coverage(tmp_path: Path):
     write_run(tmp_path)
-    document = document_of(read_run(tmp_path))
+    document = documented(tmp_path)
     ranks = document["ranks"]
     assert (ranks["size"], ranks["hosts"], ranks["host"]) == (4, ["node-0", "node-1"], [0, 0, 1, 1])
     assert ranks["axes"] == {"replica": [0, 1, 2, 3]}
@@ -232,13 +243,13 @@ def test_the_document_has_ranks_timeline_trust_times_and_coverage(tmp_path: Path
 
 def test_damaged_files_are_noted_and_the_rest_is_shown(tmp_path: Path):
     write_run(tmp_path)
-    whole = document_of(read_run(tmp_path))
-    incidents = tmp_path / "incidents.jsonl"
+    whole = documented(tmp_path)
+    incidents = tmp_path / "incidents" / "rank-0.jsonl"
     lines = incidents.read_bytes().splitlines(keepends=True)
     incidents.write_bytes(b"".join(lines[:-1]) + b'{"schema": 1, "kind": \xff\n[]\n' + lines[-1][:-40])
     (tmp_path / "ranks" / "rank-3.json").write_text("{")
     (tmp_path / "records" / "rank-0.jsonl").write_bytes(b"\0" * 100)
-    document = document_of(read_run(tmp_path))
+    document = documented(tmp_path)
     assert document["incidents"] == whole["incidents"][:1]
     assert [point[1] for point in document["trust"]] == [6, 7]
     assert document["ranks"]["host"] == [0, 0, 1, None]
@@ -260,11 +271,11 @@ CHANGES: list[dict[str, object]] = [
 
 def test_a_line_that_no_recorder_writes_is_left_out(tmp_path: Path):
     write_run(tmp_path)
-    incidents = tmp_path / "incidents.jsonl"
+    incidents = tmp_path / "incidents" / "rank-0.jsonl"
     first, *others = [json.loads(line) for line in incidents.read_text().splitlines()]
     for change in CHANGES:
         incidents.write_text("\n".join(json.dumps(each) for each in ({**first, **change}, *others)) + "\n")
-        document = document_of(read_run(tmp_path))
+        document = documented(tmp_path)
         assert [each["sentence"] for each in document["incidents"]] == ["Rank 1 is late."], change
         assert len(document["problems"]) == 1
         page(document)
@@ -313,7 +324,7 @@ class Tags(HTMLParser):
 
 def test_texts_of_records_cannot_become_markup(tmp_path: Path):
     write_run(tmp_path, host=HOSTILE)
-    text = page(document_of(read_run(tmp_path)))
+    text = page(documented(tmp_path))
     parser = Tags()
     parser.feed(text)
     scripts = [attributes for tag, attributes in parser.tags if tag == "script"]
@@ -328,7 +339,7 @@ def test_texts_of_records_cannot_become_markup(tmp_path: Path):
 
 def test_the_policy_admits_the_script_and_style_of_the_page_only(tmp_path: Path):
     write_run(tmp_path)
-    text = page(document_of(read_run(tmp_path)))
+    text = page(documented(tmp_path))
     script, style = (
         text.rpartition("<script>")[2].partition("</script>")[0],
         text.partition("<style>")[2].partition("</style>")[0],

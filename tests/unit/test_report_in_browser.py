@@ -12,9 +12,8 @@ import pytest
 from tests.support.browser import chromium, watched
 from tests.support.large_run import HUNG, LARGE, SLOW, write_large_run
 from tests.unit.test_report import write_run
-from torchscout.report.document import document_of
+from torchscout.report.document import documented
 from torchscout.report.page import page
-from torchscout.report.reading import read_run
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +26,7 @@ def browser() -> Iterator[Any]:
 def opened(browser: Any, run_dir: Path, **settings: Any) -> Iterator[Any]:
     """Open the report on a run. Fails if the page logs, raises, requests anything or exceeds the screen."""
     target = run_dir.parent / "report.html"
-    target.write_text(page(document_of(read_run(run_dir))))
+    target.write_text(page(documented(run_dir)))
     with watched(browser, target.as_uri(), **settings) as (shown, said):
         yield shown
         assert said == [target.as_uri()]
@@ -114,9 +113,9 @@ def test_hostile_texts_are_shown_as_they_are(text: str, browser: Any, tmp_path: 
 
 def test_damage_is_announced_at_the_top(browser: Any, tmp_path: Path):
     write_run(tmp_path / "run")
-    with (tmp_path / "run" / "incidents.jsonl").open("ab") as file:
+    with (tmp_path / "run" / "incidents" / "rank-0.jsonl").open("ab") as file:
         file.write(b'{"schema": 1, "kind": "incid')
     with opened(browser, tmp_path / "run") as shown:
         assert "could not be read" in shown.get_by_role("note").inner_text()
-        assert "incidents.jsonl" in shown.locator("#problems").inner_text()
+        assert "rank-0.jsonl" in shown.locator("#problems").inner_text()
         assert shown.locator("#incidents li").count() == 2

@@ -17,7 +17,7 @@ from torchscout.decision.progress import How, Phase, Process, Progress, RankRepo
 from torchscout.decision.types import EvidenceRecord, Incident, Manifestation, Resolved
 from torchscout.observer.rounds.reported_incidents import Finding, ReportedIncidents
 
-LATE = Finding("rank", "issued/world", 3, (2,), "rank 2 is late since 6 s", job_ended=False)
+LATE = Finding("7f", "rank", "issued/world", 3, (2,), "rank 2 is late since 6 s", job_ended=False)
 LATER = replace(LATE, sentence="rank 2 is late since 16 s")
 BOTH = replace(LATE, ranks=(1, 2))
 DIFFERENT = replace(LATE, surface="fingerprint/world", ranks=(1, 2))
@@ -49,7 +49,7 @@ def test_an_incident_is_resolved_when_all_named_ranks_move():
     reported.enter(BOTH)
     assert [reported.moved(*each) for each in ((0, 99.0), (2, 7.5), (2, 99.0))] == [[]] * 3
     assert reported.moved(1, 7.0) == [
-        Resolved(step=3, ranks=(1, 2), sentence=LATE.sentence, stalled_seconds=7.5)
+        Resolved(incident="7f", step=3, ranks=(1, 2), sentence=LATE.sentence, stalled_seconds=7.5)
     ]
     assert reported.findings == []
     assert reported.enter(BOTH), "the same again is news again"
@@ -168,7 +168,7 @@ def test_ranks_that_timed_out_after_an_incident_are_a_consequence():
 def test_a_finding_summarizes_the_incident(gone: tuple[int, ...]):
     incident = incident_of(2)
     finding = Finding.of(incident, posted(*gone))
-    assert finding == replace(LATE, sentence=incident.sentence, job_ended=bool(gone))
+    assert finding == replace(LATE, id=incident.id, sentence=incident.sentence, job_ended=bool(gone))
     assert Finding.from_json(json.loads(json.dumps(finding.to_json()))) == finding
 
 

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.unit.test_incidents import job
 from tests.unit.test_record import INCIDENT
-from torchscout.observer.record.directory import End, RankEntry, read_ends
+from torchscout.run.folder import End, RankEntry, read_ends
 from torchscout.session.boundary import Boundary
-from torchscout.session.incident_callback import IncidentCallback
+from torchscout.session.incidents import Incidents
 from torchscout.session.session import Parts, Session
 
 
@@ -22,7 +23,7 @@ def session_of(run_dir: Path, rank: int = 0) -> Session:
         Parts(
             run_dir=run_dir,
             boundary=boundary,
-            incidents=IncidentCallback(rank, [], boundary.failed),
+            incidents=Incidents(job(run_dir, rank), [], boundary.failed),
             entry=RankEntry(rank, "host", 1, "record"),
         )
     )
@@ -31,8 +32,8 @@ def session_of(run_dir: Path, rank: int = 0) -> Session:
 
 
 def report(session: Session) -> None:
-    assert session._callback is not None
-    session._callback.add(0, [INCIDENT])
+    assert session._incidents is not None
+    session._incidents.publish(0, [INCIDENT])
 
 
 def test_a_session_that_is_closed_has_finished(tmp_path: Path, caplog: pytest.LogCaptureFixture):

@@ -13,11 +13,11 @@ from tests.support.small_job import until
 from tests.unit.test_policy import ALL, HANG, SDC, decided
 from torchscout.communicators import Job
 from torchscout.config import RecoveryConfig
-from torchscout.decision.records.recorder import IncidentLog
 from torchscout.decision.types import Action, Decision, Failure, Incident, from_json
 from torchscout.mesh import Mesh
-from torchscout.observer.record.directory import End, RankEntry, read_end
 from torchscout.run import restart
+from torchscout.run.folder import End, Identity, RankEntry, read_end
+from torchscout.run.reader import IncidentLog
 from torchscout.run.restart import RestartPlan
 from torchscout.session import recovery
 from torchscout.session.recovery import EXIT_STATUS, Recovery
@@ -29,7 +29,9 @@ def _at_once(monkeypatch: pytest.MonkeyPatch):
 
 
 def worker(place: Path, config: RecoveryConfig = ALL, rank: int = 0, **settings: Any) -> Recovery:
-    job = Job(rank, Mesh.grid(replica=4), ["node-1"] * 4, "token", place / "run", devices=[*"ABCD"])
+    job = Job(
+        rank, Mesh.grid(replica=4), ["node-1"] * 4, "token", Identity(str(place / "run")), devices=[*"ABCD"]
+    )
     settings = {"plan": RestartPlan(), "folder": place / "plans", "checkpoints": None} | settings
     return Recovery(job, config, **settings)
 

@@ -11,9 +11,12 @@ from tests.unit.test_policy import HANG, decided
 from torchscout.config import ObserverConfig, StragglerConfig
 from torchscout.mesh import Mesh
 from torchscout.observer.spec import ObserverSpec, describe_mesh, hub_ranks, mesh_from
+from torchscout.run.folder import Identity
 from torchscout.run.restart import RestartPlan
 
-PLAIN = ObserverSpec(rank=1, size=2, record="/r", run_dir="/runs", token="t" * 16, config=ObserverConfig())
+PLAIN = ObserverSpec(
+    rank=1, size=2, record="/r", run=Identity("/runs"), token="t" * 16, config=ObserverConfig()
+)
 
 
 @pytest.mark.parametrize(
@@ -43,7 +46,7 @@ def test_a_spec_survives_serialization():
     ("changes", "message"),
     [
         ({"rank": 2}, "rank 2 is not in a job of 2 ranks"),
-        ({"run_dir": "runs"}, "run_dir must be an absolute path, got 'runs'"),
+        ({"run": {"run_dir": "runs"}}, "run_dir must be an absolute path, got 'runs'"),
         ({"hub": 0}, "rank 1 hosts a hub, which needs the mesh"),
     ],
 )

@@ -21,16 +21,16 @@ from typer.testing import CliRunner
 
 from tests.unit.test_record import INCIDENT
 from torchscout.cli.main import app
-from torchscout.decision.records.recorder import REPLAY_FILE, JsonlRecorder
 from torchscout.decision.types import Manifestation
-from torchscout.observer.record.directory import End, How, RankEntry, read_roster
+from torchscout.run.folder import REPLAY_FILE, End, How, RankEntry, read_roster
+from torchscout.run.writer import RunWriter
 from torchscout.session.ending import add_run, mark_recovered
 
 STRAGGLER = replace(INCIDENT, manifestation=Manifestation.STRAGGLER, sentence="rank 5 is slow")
 TRAINER = """
 import sys, time
 from pathlib import Path
-from torchscout.observer.record.directory import RankEntry
+from torchscout.run.folder import RankEntry
 RankEntry.own(0, None, 1).write(Path(sys.argv[1]))
 print(flush=True)
 time.sleep(600)
@@ -88,8 +88,8 @@ def test_corruption_that_was_recovered_from_says_so_in_the_run_that_found_it(tmp
     for run_dir in (first, second):
         ended(run_dir, "finished")
         add_run(checkpoints, run_dir)
-    JsonlRecorder(first, 0).record(INCIDENT)
-    JsonlRecorder(first, 0).record(STRAGGLER)
+    RunWriter(first, 0).record(INCIDENT)
+    RunWriter(first, 0).record(STRAGGLER)
     mark_recovered(checkpoints, INCIDENT.step)
     assert {each["state"] for each in report(first)["incidents"]} == {"open"}, "it has loaded what is corrupt"
     mark_recovered(checkpoints, INCIDENT.step - 1)

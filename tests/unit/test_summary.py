@@ -13,15 +13,9 @@ import pytest
 from tests.unit.test_record import EVIDENCE
 from torchscout.config import StragglerConfig
 from torchscout.decision.consensus import exact
-from torchscout.decision.records.recorder import (
-    Agreements,
-    JsonlRecorder,
-    Problem,
-    Stamped,
-    SummaryRecorder,
-    read,
-)
-from torchscout.decision.types import EvidenceRecord, Manifestation, Recordable
+from torchscout.decision.types import Agreements, EvidenceRecord, Manifestation, Recordable
+from torchscout.run.reader import Problem, Stamped, read
+from torchscout.run.writer import RunWriter, SummaryRecorder
 
 CONFIG = StragglerConfig(min_slowdown_ratio=1.1, min_slowdown_ms=1.0)
 RECORDS = Path("records") / "rank-0.jsonl"
@@ -119,7 +113,7 @@ def test_a_line_that_cannot_be_written_costs_no_other():
 
 
 def test_a_line_of_counts_is_small(tmp_path: Path):
-    recorder, peers = JsonlRecorder(tmp_path, 0), tuple(range(128))
+    recorder, peers = RunWriter(tmp_path, 0), tuple(range(128))
     recorder.record(agreeing(1, peers=peers))
     whole = (tmp_path / RECORDS).stat().st_size
     (tmp_path / RECORDS).unlink()
@@ -137,27 +131,10 @@ def steps_in(path: Path) -> list[int]:
     return [each.item.step for each in read(path) if isinstance(each, Stamped)]
 
 
-@pytest.mark.parametrize("is_restarted", [False, True])
-def test_files_are_bounded_and_the_newest_lines_stay_in_order(tmp_path: Path, is_restarted: bool):
-    recorder, most = JsonlRecorder(tmp_path, 0, most_bytes=20_000), 0
-    for step in range(1, 201):
-        recorder.record(replace(EVIDENCE, step=step))
-        if is_restarted:
-            recorder.close()
-            recorder = JsonlRecorder(tmp_path, 0, most_bytes=20_000)
-        most = max(most, sum(path.stat().st_size for path in (tmp_path / "records").iterdir()))
-    recorder.close()
-    line = (tmp_path / RECORDS).read_bytes().index(b"\n")
-    assert 20_000 < most <= 2 * (20_000 + line + 1)
-    steps = steps_in(tmp_path / RECORDS)
-    assert steps == [*range(steps[0], 201)]
-    assert len(steps) > 20_000 // (line + 20)
-
-
 def test_a_file_that_becomes_full_while_it_is_opened_is_read_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    recorder = JsonlRecorder(tmp_path, 0, most_bytes=3000)
+    recorder = RunWriter(tmp_path, 0, most_bytes=3000)
     for step in (1, 2):
         recorder.record(replace(EVIDENCE, step=step))
     opened = Path.open
@@ -177,7 +154,7 @@ def test_a_file_that_becomes_full_while_it_is_opened_is_read_once(
 
 
 def test_a_full_file_alone_is_read(tmp_path: Path):
-    recorder = JsonlRecorder(tmp_path, 0)
+    recorder = RunWriter(tmp_path, 0)
     recorder.record(EVIDENCE)
     recorder.close()
     (tmp_path / RECORDS).rename(tmp_path / "records" / "rank-0.jsonl.1")

@@ -24,9 +24,9 @@ from torchscout.decision.progress import CommGroup, How, Phase, Process, RankRep
 from torchscout.observer.publisher import Publisher
 from torchscout.observer.record import layout
 from torchscout.observer.record import writer as writer_module
-from torchscout.observer.record.directory import End
 from torchscout.observer.record.writer import ProgressWriter
 from torchscout.observer.trainer import Ending, TrainerView
+from torchscout.run.folder import End
 
 CONFIG = ObserverConfig(min_silence_seconds=1.2)
 SCRIPT = """

@@ -17,16 +17,16 @@ from tests.support.small_job import until
 from tests.unit.test_record import INCIDENT
 from torchscout.cli.doctor import network
 from torchscout.cli.main import app
-from torchscout.decision.records.recorder import JsonlRecorder
-from torchscout.observer.record.directory import RankEntry, read_roster
 from torchscout.observer.record.writer import ProgressWriter
 from torchscout.observer.rounds import protocol
+from torchscout.run.folder import RankEntry, read_roster
+from torchscout.run.writer import RunWriter
 
 
 def test_the_status_of_a_record_that_is_not_this_users_alone(tmp_path: Path):
     writer = ProgressWriter.create(tmp_path / "records", 0)
     RankEntry.own(0, writer.path).write(tmp_path)
-    JsonlRecorder(tmp_path, 0).record(INCIDENT)
+    RunWriter(tmp_path, 0).record(INCIDENT)
     writer.path.chmod(0o644)
     done = CliRunner().invoke(app, ["status", str(tmp_path), "--json"])
     writer.close()

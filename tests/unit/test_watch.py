@@ -27,10 +27,10 @@ from tests.support.small_job import until
 from tests.unit.test_report import HOSTILE, numbers, write_run
 from torchscout.cli.main import app
 from torchscout.cli.watch import Window
-from torchscout.decision.records.recorder import JsonlRecorder
 from torchscout.report.live import LiveRun
 from torchscout.report.screen import watch_screen
 from torchscout.report.server import ReportServer
+from torchscout.run.writer import RunWriter
 
 TOKEN = "a-token-of-this-test"
 
@@ -60,7 +60,7 @@ def ask(
 
 
 def add_incident(run_dir: Path, sentence: str) -> None:
-    recorder = JsonlRecorder(run_dir, 0)
+    recorder = RunWriter(run_dir, 0)
     recorder.record(incident_from(numbers(step=11), (3,), sentence=sentence))
     recorder.close()
 
@@ -98,13 +98,13 @@ def test_a_run_directory_that_does_not_exist_yet(tmp_path: Path):
 
 def test_half_a_line_is_noted_until_it_is_whole(tmp_path: Path):
     write_run(tmp_path)
-    path, live = tmp_path / "incidents.jsonl", LiveRun(tmp_path)
+    path, live = tmp_path / "incidents" / "rank-0.jsonl", LiveRun(tmp_path)
     add_incident(tmp_path, "Rank 3 disagrees.")
     whole = path.read_bytes()
     path.write_bytes(whole[:-30])
     document = live.document()
     assert len(document["incidents"]) == 2
-    assert any("incidents.jsonl" in each for each in document["problems"])
+    assert any("incidents/rank-0.jsonl" in each for each in document["problems"])
     path.write_bytes(whole)
     document = live.document()
     assert len(document["incidents"]) == 3
@@ -130,7 +130,7 @@ def test_the_page_and_what_has_changed_are_served(tmp_path: Path):
         assert answer.headers["Content-Type"] == "application/json"
         assert json.loads(ask(server, f"/data.json?after={version}")[1])["parts"] == {}
         assert ask(server, "/../../etc/passwd")[0].status == 404
-        assert ask(server, "/incidents.jsonl")[0].status == 404
+        assert ask(server, "/incidents/rank-0.jsonl")[0].status == 404
 
 
 def test_only_get_is_allowed(tmp_path: Path):

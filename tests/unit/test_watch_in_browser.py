@@ -82,7 +82,7 @@ def test_a_page_that_is_opened_before_the_run_shows_it_later(browser: Any, tmp_p
 
 def test_damage_is_announced_and_withdrawn(browser: Any, tmp_path: Path):
     write_run(tmp_path)
-    path = tmp_path / "incidents.jsonl"
+    path = tmp_path / "incidents" / "rank-0.jsonl"
     whole = path.read_bytes()
     with opened(browser, tmp_path) as (shown, _):
         path.write_bytes(whole[:-25])

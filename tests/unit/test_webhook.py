@@ -1,4 +1,4 @@
-"""Incidents are posted to a webhook once, by one rank, and nothing of it reaches training."""
+"""Incidents are posted to a webhook in order, and nothing of it reaches training."""
 
 from __future__ import annotations
 
@@ -6,16 +6,19 @@ import json
 import logging
 import socket
 import threading
+import time
 from dataclasses import replace
+from datetime import datetime
 from typing import Any
 
 import pytest
 
 from tests.support.http_server import Received, http_server
 from tests.support.small_job import until
-from tests.unit.test_record import INCIDENT
-from torchscout.decision.types import Incident
-from torchscout.notify import Webhook, message_of
+from tests.unit.test_record import INCIDENT, RESOLVED
+from torchscout.decision.types import Incident, Resolved
+from torchscout.run.folder import Identity
+from torchscout.run.notify import Poster, Webhook, message_about
 
 SECRET = "/services/T000/B000/xyz-secret"
 HOSTILE = 'rank <!channel> & <http://x|y> "\n\x1b[31m\u202etxt'
@@ -25,21 +28,29 @@ def lines_of(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [each.getMessage() for each in caplog.records if each.levelno >= logging.WARNING]
 
 
-def post(received: Received, *incidents: Incident, rank: int = INCIDENT.logged_by, **settings: Any) -> None:
-    webhook = Webhook(received.url + SECRET, rank=rank, **settings)
-    for each in incidents or (INCIDENT,):
-        webhook(each)
-    webhook.close(30)
+RUN = Identity("/runs/7", "start", job="llama", launcher="Slurm job 4711")
 
 
-def test_an_incident_is_posted_as_json_with_a_text_by_the_rank_that_logs_it():
+def post(received: Received, *items: Incident | Resolved, **settings: Any) -> None:
+    poster = Poster(Webhook(received.url + SECRET, **settings), RUN)
+    for each in items or (INCIDENT,):
+        poster.post(each)
+    poster.close(30)
+
+
+def test_an_incident_and_its_end_are_posted_in_order_with_the_identity_of_the_run():
     with http_server() as received:
-        for rank in range(4):
-            post(received, rank=rank)
-    assert received.paths == [SECRET]
-    assert received.types == ["application/json"]
-    (body,) = map(json.loads, received.bodies)
-    assert body == message_of(INCIDENT)
+        post(received, INCIDENT, RESOLVED)
+    assert received.paths == [SECRET] * 2
+    assert received.types == ["application/json"] * 2
+    body, end = map(json.loads, received.bodies)
+    assert (body["id"], body["state"]) == (INCIDENT.id, "open")
+    assert (end["id"], end["state"], end["stalled_seconds"]) == (INCIDENT.id, "resolved", 12.5)
+    for each in (body, end):
+        assert (each["job"], each["launcher"], each["run_dir"]) == ("llama", "Slurm job 4711", "/runs/7")
+        assert each["command"] == "scout status /runs/7"
+        assert abs(datetime.fromisoformat(each["time"]).timestamp() - time.time()) < 30
+        assert "Slurm job 4711" in each["text"]
     for fact in (INCIDENT.manifestation.value, f"step {INCIDENT.step}", INCIDENT.sentence):
         assert fact in body["text"]
     assert (body["ranks"], body["hosts"]) == ([*INCIDENT.ranks], [*INCIDENT.hosts])
@@ -48,16 +59,16 @@ def test_an_incident_is_posted_as_json_with_a_text_by_the_rank_that_logs_it():
 
 
 def test_hostile_strings_are_escaped_for_slack_and_kept_in_the_field():
-    message = message_of(replace(INCIDENT, sentence=HOSTILE))
-    assert message["text"].endswith('rank &lt;!channel&gt; &amp; &lt;http://x|y&gt; " [31m txt')
+    message = message_about(replace(INCIDENT, sentence=HOSTILE), RUN)
+    assert ('rank &lt;!channel&gt; &amp; &lt;http://x|y&gt; " [31m txt') in message["text"]
     assert message["sentence"] == HOSTILE
     assert json.loads(json.dumps(message)) == message
 
 
 def test_a_message_stays_small_however_many_ranks_there_are():
     large = replace(INCIDENT, ranks=(*range(1, 20_000),), sentence="<" * 1_000_000)
-    assert len(json.dumps(message_of(large))) < 20_000
-    assert message_of(large)["rank_count"] == 19_999
+    assert len(json.dumps(message_about(large, RUN))) < 20_000
+    assert message_about(large, RUN)["rank_count"] == 19_999
 
 
 class Slow:
@@ -74,10 +85,10 @@ class Slow:
 def test_a_call_returns_while_the_server_takes_its_time():
     slow = Slow()
     with http_server(slow) as received:
-        webhook = Webhook(received.url, rank=INCIDENT.logged_by)
-        webhook(INCIDENT)
+        webhook = Poster(Webhook(received.url), RUN)
+        webhook.post(INCIDENT)
         until(lambda: len(received.bodies) == 1, "the server has the request")
-        webhook(INCIDENT)  # returns although the first one is not answered
+        webhook.post(INCIDENT)  # returns although the first one is not answered
         assert not slow.may_answer.is_set()
         slow.may_answer.set()
         webhook.close()
@@ -87,9 +98,9 @@ def test_a_call_returns_while_the_server_takes_its_time():
 def test_when_too_many_wait_further_ones_are_dropped_with_one_line(caplog: pytest.LogCaptureFixture):
     slow = Slow()
     with http_server(slow) as received:
-        webhook = Webhook(received.url + SECRET, rank=INCIDENT.logged_by)
+        webhook = Poster(Webhook(received.url + SECRET), RUN)
         for _ in range(200):
-            webhook(INCIDENT)
+            webhook.post(INCIDENT)
         slow.may_answer.set()
         webhook.close(30)
     assert 64 <= len(received.paths) <= 66
@@ -156,5 +167,5 @@ def test_a_server_that_is_gone_is_one_line_without_the_path(caplog: pytest.LogCa
 )
 def test_a_wrong_url_is_refused_without_showing_its_path(url: str):
     with pytest.raises(ValueError, match=r"webhook|[Pp]ort") as refused:
-        Webhook(url, rank=0)
+        Webhook(url)
     assert "secret" not in str(refused.value)

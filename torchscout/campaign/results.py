@@ -13,9 +13,9 @@ from typing import Any
 
 from torchscout.campaign.cells.cell import LAYOUTS, Cell, Hardware, Row
 from torchscout.campaign.grading import Flaw, Grade, grade
-from torchscout.decision.records.recorder import Stamped
 from torchscout.decision.types import Incident
 from torchscout.faults.injector import Firing
+from torchscout.run.reader import Stamped
 
 __all__ = ["Found", "Result", "Store", "as_report", "graded", "interval", "percentile", "summarized"]
 

@@ -9,10 +9,10 @@ from typing import Annotated, Any
 import typer
 
 from torchscout.cli.console import AsJson, Output, print_report, refusing, write_file
-from torchscout.decision.records.recorder import IncidentLog
 from torchscout.decision.types import Action
 from torchscout.errors import RestartPlanError
-from torchscout.observer.record.directory import read_roster
+from torchscout.run.folder import read_roster
+from torchscout.run.reader import IncidentLog
 from torchscout.run.restart import RestartPlan
 from torchscout.utils.identity import is_host_name
 

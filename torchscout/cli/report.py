@@ -10,9 +10,9 @@ import typer
 
 from torchscout.cli.console import AsJson, write_file
 from torchscout.cli.status import RunDir, newest_run
-from torchscout.report.document import document_of
+from torchscout.report.document import documented
 from torchscout.report.page import page
-from torchscout.report.reading import is_run, read_run
+from torchscout.run.reader import is_run
 
 __all__ = ["report"]
 
@@ -31,15 +31,14 @@ def report(
     """
     folder = newest_run(Path.cwd()) if run_dir is None else run_dir
     if not is_run(folder):
-        problem = f"{folder} is not a run directory: it has no incidents.jsonl, records/ or ranks/"
+        problem = f"{folder} is not a run directory: it has no incidents/, records/ or ranks/"
         raise typer.BadParameter(problem, param_hint="RUN_DIR")
-    run = read_run(folder)
-    document = document_of(run)
+    document = documented(folder)
     if output is not None or not as_json:
         write_file(target := output or Path("report.html"), page(document))
     if as_json:
         print(json.dumps(document, indent=2))
         return
     print(f"{document['sentence']}\nThe report is in {target}.")
-    for problem in run.problems[:3]:
+    for problem in document["problems"][:3]:
         typer.echo(f"Not readable: {problem}", err=True)

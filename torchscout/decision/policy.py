@@ -90,6 +90,7 @@ def decide(
         sentence=f"{_in_words(choice)}: {choice.why}.",
         scope=incident.scope,
         seconds=seconds,
+        incident=incident.id,
     )
 
 

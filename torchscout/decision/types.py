@@ -6,12 +6,13 @@ A ``Verdict`` is what peers conclude from one comparison, an ``EvidenceRecord`` 
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from enum import Enum
 from functools import cache, partial
-from typing import Any, ClassVar, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
 from torchscout.utils.text import listed
 
@@ -19,6 +20,8 @@ __all__ = [
     "NOT_CHECKED",
     "SCHEMA",
     "Action",
+    "Agreement",
+    "Agreements",
     "Decision",
     "EvidenceRecord",
     "Failure",
@@ -27,11 +30,14 @@ __all__ = [
     "Recordable",
     "Resolved",
     "Scope",
+    "Started",
     "Status",
     "Surface",
+    "Trust",
     "Verdict",
     "from_json",
     "headline",
+    "parsed",
     "surfaces_in_words",
 ]
 
@@ -240,10 +246,27 @@ class Incident(Recordable):
     """The proof, the deciding record first."""
     slowdown: float | None = None
     """How many times as long a step takes because of a slow rank or machine; None if it is not known."""
+    launcher: str = ""
+    """What the launcher calls this job, such as ``Slurm job 4711``; empty if it is not known."""
+    occurrence: str = ""
+    """Distinguishes incidents that say the same: what ``run.folder.Identity.stamped`` adds."""
 
     def __post_init__(self) -> None:
         if not self.records:
             raise ValueError(f"an incident needs the records that prove it: {self.sentence!r}")
+
+    @property
+    def id(self) -> str:
+        """Identifies the incident in every file and message about it."""
+        told = (
+            self.occurrence,
+            self.step,
+            self.manifestation.value,
+            self.scope.value,
+            self.ranks,
+            self.sentence,
+        )
+        return hashlib.blake2s(repr(told).encode(), digest_size=6).hexdigest()
 
     @property
     def reporter(self) -> int:
@@ -259,7 +282,11 @@ class Incident(Recordable):
     def to_json(self) -> dict[str, Any]:
         found = Recordable.to_json(self)
         deciding = found["records"][0]
-        return found | {name: deciding[name] for name in ("surface", "status", "peers", "bitmap")}
+        return {
+            **found,
+            "id": self.id,
+            **{name: deciding[name] for name in ("surface", "status", "peers", "bitmap")},
+        }
 
 
 def headline(incident: Incident) -> str:
@@ -273,16 +300,23 @@ class Resolved(Recordable):
     """The named ranks of an incident move again, or the job went back to an earlier state."""
 
     kind: ClassVar[str] = "resolved"
+    incident: str
+    """Its ``id``."""
     step: int
     """The step of the incident."""
     ranks: tuple[int, ...]
     """The ranks that the incident named."""
     sentence: str
-    """The sentence of the incident, which identifies it."""
+    """The sentence of the incident."""
     stalled_seconds: float
     """The longest silence among those ranks until they moved; 0 after corruption."""
     recovered: int | None = None
     """The step that the job went back to; None if the ranks just moved."""
+
+    @property
+    def state(self) -> str:
+        """What has become of the incident."""
+        return "resolved" if self.recovered is None else "recovered"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -308,6 +342,64 @@ class Decision(Recordable):
     """The devices of the named ranks, as far as they are known."""
     is_carried_out: bool = False
     """False in a dry run."""
+    incident: str = ""
+    """The ``id`` of the incident; empty if there was none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Agreement:
+    """How often one surface was compared without a finding."""
+
+    surface: Surface
+    manifestation: Manifestation
+    layer: str | None
+    mode: str | None
+    count: int
+    first: int
+    """The step of the first comparison."""
+    last: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Agreements(Recordable):
+    """The comparisons of some peers without a finding since the last such line, instead of their records."""
+
+    kind: ClassVar[str] = "agreements"
+    peers: tuple[int, ...]
+    surfaces: tuple[Agreement, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        step = max((each.last for each in self.surfaces), default=0)
+        return {**Recordable.to_json(self), "step": step}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Started(Recordable):
+    """A session was attached, or has loaded a checkpoint."""
+
+    kind: ClassVar[str] = "started"
+    step: int
+    """The step that training continues from."""
+    sentence: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trust(Recordable):
+    """The steps of the generations that the checkpoint gate has after a check; None where there is none."""
+
+    kind: ClassVar[str] = "trust"
+    step: int
+    """The step of the check."""
+    latest: int | None
+    candidate: int | None
+    verified: int | None
+    poisoned: int | None
+    """The step whose check found corruption, until the job has recovered."""
+
+
+_KINDS = {
+    each.kind: each for each in (EvidenceRecord, Incident, Resolved, Decision, Agreements, Started, Trust)
+}
 
 
 def _fields_of(item: Any, leaving_out: str = "") -> dict[str, Any]:
@@ -327,22 +419,23 @@ def _plain(value: Any) -> Any:
     return _fields_of(value) if is_dataclass(value) else value
 
 
-def from_json(line: Mapping[str, Any], *kinds: type[Recordable]) -> Recordable:
-    """Read what ``to_json`` returned, of these kinds or, by default, of those in this file.
-
-    Fields that are not known are ignored. Raises ``ValueError`` for anything else.
-    """
-    known: dict[str, Any] = {
-        each.kind: each for each in kinds or (EvidenceRecord, Incident, Resolved, Decision)
-    }
+def from_json(line: Mapping[str, Any]) -> Recordable:
+    """Read what ``to_json`` returned. Fields that are not known are ignored. Raises ``ValueError`` for
+    anything else."""
     kind = str(line.get("kind"))
-    if kind not in known:
+    if kind not in _KINDS:
         raise ValueError(f"unknown kind {kind!r:.40}")
-    try:
-        found: Recordable = _reader(known[kind])(line)
-    except (ArithmeticError, LookupError, TypeError) as error:
-        raise ValueError(f"not a whole {kind} line: {error!r:.200}") from error
+    found: Recordable = parsed(_KINDS[kind], line)
     return found
+
+
+def parsed(kind: type, document: Any) -> Any:
+    """Read a data class from JSON. Fields that are not known are ignored, and a field that has a default may
+    be missing. Raises ``ValueError`` for anything else."""
+    try:
+        return _reader(kind)(document)
+    except (ArithmeticError, LookupError, TypeError) as error:
+        raise ValueError(f"not a whole {kind.__name__}: {error!r:.200}") from error
 
 
 @cache
@@ -358,13 +451,14 @@ def _reader(kind: Any) -> Callable[[Any], Any]:
     if isinstance(kind, type) and is_dataclass(kind):
         types = get_type_hints(kind)
         return partial(_object, kind, {each: _reader(types[each.name]) for each in fields(kind)})
+    if get_origin(kind) is Literal:
+        return partial(_one_of, arguments)
     if isinstance(kind, type) and issubclass(kind, Enum):
         return kind
     return partial(_checked, dict if get_origin(kind) is Mapping else kind)
 
 
 def _object(kind: type, readers: Mapping[Field[Any], Callable[[Any], Any]], line: Any) -> Any:
-    """Read a data class. A field that has a default may be missing."""
     line = _checked(dict, line)
     needed = [each for each in readers if each.name in line or each.default is MISSING]
     found = {each.name: _named(each.name, readers[each], line[each.name]) for each in needed}
@@ -373,6 +467,12 @@ def _object(kind: type, readers: Mapping[Field[Any], Callable[[Any], Any]], line
         outliers = tuple(position for position, (bit, _) in marked if bit)
         found["verdict"] = Verdict(Status(line["status"]), outliers, tuple(map(_decode, line["evidence"])))
     return kind(**found)
+
+
+def _one_of(values: tuple[Any, ...], value: Any) -> Any:
+    if value not in values:
+        raise ValueError(f"not one of {listed(values)}: {value!r:.80}")
+    return value
 
 
 def _named(name: str, read: Callable[[Any], Any], value: Any) -> Any:

@@ -28,7 +28,7 @@ from torchscout.launch.discovery import describe, model_of, optimizer_count, par
 from torchscout.launch.settings import VARIABLE, Settings
 from torchscout.log import log, show_by_default
 from torchscout.metrics.export import export_metrics
-from torchscout.notify import Webhook
+from torchscout.run.notify import Webhook
 from torchscout.session.boundary import Boundary
 from torchscout.session.off import is_off
 from torchscout.session.session import Session

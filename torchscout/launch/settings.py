@@ -22,7 +22,7 @@ from torchscout.config import (
     RecoveryConfig,
     ReplayConfig,
 )
-from torchscout.notify import host_of
+from torchscout.run.notify import host_of
 
 if sys.version_info >= (3, 11):
     import tomllib

@@ -55,6 +55,7 @@ def _start_process(spec: ObserverSpec, home: Path) -> subprocess.Popen[bytes]:
             bufsize=0,
             cwd="/",
             start_new_session=True,
+            pass_fds=[] if spec.output is None else [spec.output],
         )
 
 

@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torchscout.decision.policy import decide, is_allowed
-from torchscout.decision.records.recorder import IncidentLog, record_one
 from torchscout.decision.types import Decision, Incident, Resolved
 from torchscout.errors import RestartPlanError
+from torchscout.run.reader import IncidentLog
 from torchscout.run.restart import RestartPlan, is_same, start_command, write_plans
+from torchscout.run.writer import record_one
 
 if TYPE_CHECKING:
     from torchscout.decision.types import Recordable
@@ -55,9 +56,7 @@ class LateDecision:
     def is_over(self, item: Recordable) -> bool:
         """Take an item of news, and return whether the incident of the decision is resolved by it: the job
         goes on, and a trainer that ends later does so for another reason."""
-        if not isinstance(item, Resolved) or (named := self._incident) is None:
-            return False
-        if (item.step, item.ranks, item.sentence) != (named.step, named.ranks, named.sentence):
+        if not isinstance(item, Resolved) or self._incident is None or item.incident != self._incident.id:
             return False
         self._incident = self._decision = None
         return True
@@ -101,7 +100,7 @@ class LateDecision:
             known = IncidentLog.read(self._spec.run_dir).decisions
             if any((each.step, each.sentence) == (decision.step, decision.sentence) for each in known):
                 return
-            record_one(self._spec.run_dir, self._spec.rank, decision)
+            record_one(self._spec.run_dir, self._spec.rank, decision, by="observer")
         except OSError as error:
             print(f"the decision could not be recorded: {error}", file=sys.stderr)
         if config.on_decision:

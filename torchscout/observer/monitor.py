@@ -28,6 +28,7 @@ from torchscout.observer.record.writer import ProgressWriter
 from torchscout.observer.spec import ObserverSpec, describe_mesh, hub_ranks, relayed_with
 from torchscout.utils.network import listening_address
 from torchscout.utils.private_files import is_private, make_private_folder
+from torchscout.utils.procfs import process_stat
 
 __all__ = [
     "HangMonitor",
@@ -116,13 +117,15 @@ def _start_alone(
             rank=job.rank,
             size=len(job.mesh),
             record=str(writer.path),
-            run_dir=str(job.run_dir.absolute()),
+            run=job.run,
             token=job.token,
             config=config,
             stack=str(registration.path),
             hub=hub,
             mesh=None if hub is None else describe_mesh(job.mesh),
             machine=relayed_with(job.rank, hosts, config.min_relayed_ranks),
+            launcher=_parent(),
+            output=_output(undo),
         )
     )
     undo.callback(observer.close)
@@ -130,6 +133,25 @@ def _start_alone(
     undo.callback(publisher.remove)
     undo.callback(listen(publisher).remove)
     return writer, publisher, observer, address
+
+
+def _parent() -> tuple[int, int] | None:
+    """Return the process that has started this one, and when it began."""
+    stat = process_stat(os.getppid())
+    return None if stat is None else (os.getppid(), stat.started)
+
+
+def _output(undo: ExitStack) -> int | None:
+    """Return a descriptor of the job's output if that is a regular file: whoever opens the file anew has
+    another place in it. A pipe must not be held open, since its reader waits for its end."""
+    try:
+        if not stat.S_ISREG(os.fstat(2).st_mode):
+            return None
+        copy = os.dup(2)
+    except OSError:
+        return None
+    undo.callback(os.close, copy)
+    return copy
 
 
 def private_directory() -> Path:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import secrets
 import sys
 import time
 import traceback
@@ -28,11 +29,10 @@ from typing import TYPE_CHECKING, Any
 import zmq
 
 from torchscout.decision.progress import Phase
-from torchscout.decision.records.line_files import line_of
-from torchscout.decision.records.recorder import JsonlRecorder
 from torchscout.decision.types import EvidenceRecord, Incident, Manifestation, Resolved, from_json
+from torchscout.log import PREFIX
 from torchscout.observer.late_decision import LateDecision
-from torchscout.observer.record.directory import End, news_of
+from torchscout.observer.record.directory import news_of
 from torchscout.observer.rounds.client import RoundClient
 from torchscout.observer.rounds.hub import Gathered, Hub, Outcome
 from torchscout.observer.rounds.protocol import HUBS_AT_FIRST, MISTAKES, Address, Client, Message
@@ -41,7 +41,11 @@ from torchscout.observer.rounds.reported_incidents import Finding
 from torchscout.observer.silence import SilenceDetector
 from torchscout.observer.spec import ObserverSpec, mesh_from, relay_ranks
 from torchscout.observer.trainer import Ending, TrainerView
+from torchscout.run.folder import End
+from torchscout.run.notify import Poster, line_about, show
+from torchscout.run.writer import RunWriter, line_of
 from torchscout.utils.packed_lists import unpack
+from torchscout.utils.procfs import process_stat
 
 if TYPE_CHECKING:
     from torchscout.decision.progress import RankReport
@@ -58,6 +62,8 @@ _ENDING_SECONDS = 3.0
 """How long a trainer may take to end itself for a restart before its observer ends it."""
 _KNOWN = 64
 """How many reports of slow phases a hub compares its own with."""
+_POSTING_SECONDS = 30.0
+"""How long the end waits for a webhook that does not answer."""
 _LEAVING_SECONDS = 2.0
 """How long to wait for a connection to send ``leave`` on: a hub stays for observers that have not left."""
 
@@ -68,10 +74,11 @@ class ObserverProcess:
     def __init__(self, spec: ObserverSpec) -> None:
         self.config = spec.config
         self._spec = spec
-        self._recorder = JsonlRecorder(spec.run_dir, spec.rank)
+        self._recorder = RunWriter(spec.run_dir, spec.rank, by="observer")
+        self._poster = None if spec.webhook is None else Poster(spec.webhook, spec.run)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         stack = Path(spec.stack) if spec.stack else None
-        self._trainer = TrainerView(Path(spec.record), stack, Path(spec.run_dir))
+        self._trainer = TrainerView(Path(spec.record), stack, spec.run_dir)
         self._hub = None if spec.hub is None else self._host_hub(spec.hub)
         self._phases: PhaseStragglers | None = None
         """For this process's hub, created by the first survey."""
@@ -260,7 +267,7 @@ class ObserverProcess:
             token=self._spec.token,
             conclude=self._conclude,
             compare=self._compare,
-            record=self._record,
+            record=self._publish,
             place=place,
         )
         try:
@@ -288,7 +295,7 @@ class ObserverProcess:
             found = diagnose(
                 Round(gathered.reports, self._mesh, gathered.is_repeat, gathered.confirmed, gathered.closed)
             )
-            return Outcome(found.incidents, found.needs_another_round)
+            return Outcome([*map(self._stamped, found.incidents)], found.needs_another_round)
         except MISTAKES as error:
             self._report_failure(gathered.reports, error, "progress", Manifestation.HANG)
             return Outcome()
@@ -305,7 +312,8 @@ class ObserverProcess:
                 for phase, seconds in report.phase_seconds.items():
                     milliseconds[phase][rank] = 1000 * seconds
             found = self._phases.observe(_last_step(reports), milliseconds)
-            return [each for each in found if not any(is_known(each, known) for known in self._slow)]
+            new = (each for each in found if not any(is_known(each, known) for known in self._slow))
+            return [*map(self._stamped, new)]
         except MISTAKES as error:
             self._report_failure(reports, error, "time", Manifestation.STRAGGLER)
             return []
@@ -330,10 +338,25 @@ class ObserverProcess:
         self._write(record)
         self._tell_trainer(record)
 
-    def _record(self, item: Incident | Resolved) -> None:
-        """Record what the hub of this process has found."""
+    def _stamped(self, incident: Incident) -> Incident:
+        return self._spec.run.stamped(incident, secrets.token_hex(4))
+
+    def _publish(self, item: Incident | Resolved) -> None:
+        """Write, post and show what the hub of this process has found. Trainers log what they survive."""
         self._late.is_author |= isinstance(item, Incident)
         self._write(item)
+        if self._poster is not None:
+            self._poster.post(item)
+        if isinstance(item, Incident) and item.manifestation is Manifestation.CRASH:
+            show(f"{PREFIX} {line_about(item, self._spec.run)}", self._outputs())
+
+    def _outputs(self) -> list[int | str]:
+        """Where the job's own output goes, the most likely first."""
+        own: list[int | str] = [] if self._spec.output is None else [self._spec.output]
+        pid, started = self._spec.launcher or (0, 0)
+        launcher = process_stat(pid) if pid else None
+        own += [f"/proc/{self._trainer.reader.pid}/fd/2"] if self._trainer.ending is None else []
+        return own + ([f"/proc/{pid}/fd/2"] if launcher is not None and launcher.started == started else [])
 
     def _write(self, item: EvidenceRecord | Incident | Resolved) -> None:
         try:
@@ -354,7 +377,7 @@ class ObserverProcess:
             )
 
     def _tell_trainer(self, item: Recordable) -> None:
-        """Append to a file in memory, which needs no run directory; see ``session.incident_callback``."""
+        """Append to a file in memory, which needs no run directory; see ``session.incidents``."""
         path = news_of(Path(self._spec.record))
         with suppress(OSError), path.open("ab") as file:  # the trainer may have left and removed the folder
             file.write(line_of(item))
@@ -364,13 +387,15 @@ class ObserverProcess:
         step = 0 if self._trainer.progress is None else self._trainer.progress.step
         end = End(self._spec.rank, self._trainer.how(ending), step, self._spec.record)
         try:
-            if not end.is_written(Path(self._spec.run_dir)):
-                end.write(Path(self._spec.run_dir))
+            if not end.is_written(self._spec.run_dir):
+                end.write(self._spec.run_dir)
         except OSError as error:
             _log_error(error)
 
     def _close(self) -> None:
         self._late.close()
+        if self._poster is not None:
+            self._poster.close(_POSTING_SECONDS)
         if self._rounds is not None:
             self._rounds.leave(time.monotonic())
         for end in (self._client, self._relay, self._hub):

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchscout.config import ObserverConfig, RecoveryConfig, StragglerConfig
+from torchscout.run.folder import Identity
+from torchscout.run.notify import Webhook
 from torchscout.run.restart import RestartPlan
 
 if TYPE_CHECKING:
@@ -32,8 +34,8 @@ class ObserverSpec:
     """Number of ranks in the job."""
     record: str
     """Path of the trainer's progress record."""
-    run_dir: str
-    """Absolute path of the run directory, where incidents are written."""
+    run: Identity
+    """The run, with the directory where incidents are written."""
     token: str
     """The secret of this run of the job, the same on all ranks."""
     config: ObserverConfig
@@ -59,21 +61,31 @@ class ObserverSpec:
     """Where restart plans are written; if there are none, nothing is carried out."""
     directory: str = "/"
     """The trainer's current folder."""
+    webhook: Webhook | None = None
+    """Where the hub posts incidents."""
+    launcher: tuple[int, int] | None = None
+    """The process that has started the trainer, and when it began; see ``utils.procfs``."""
+    output: int | None = None
+    """A descriptor of the job's output, if that is a regular file."""
     is_restarted: bool = False
     """Whether it replaces an observer that has ended, so that the others must first find its hub again."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.size:
             raise ValueError(f"rank {self.rank} is not in a job of {self.size} ranks")
-        if not Path(self.run_dir).is_absolute():
-            raise ValueError(f"run_dir must be an absolute path, got {self.run_dir!r}")
+        if not self.run_dir.is_absolute():
+            raise ValueError(f"run_dir must be an absolute path, got {self.run.run_dir!r}")
         if self.hub is not None and self.mesh is None:
             raise ValueError(f"rank {self.rank} hosts a hub, which needs the mesh")
 
     @property
+    def run_dir(self) -> Path:
+        return Path(self.run.run_dir)
+
+    @property
     def log(self) -> Path:
         """The file for the observer's own errors; it is removed if there are none."""
-        return Path(self.run_dir) / "observers" / f"rank-{self.rank}.log"
+        return self.run_dir / "observers" / f"rank-{self.rank}.log"
 
     def to_json(self) -> dict[str, Any]:
         # Without the mesh, which ``asdict`` would copy number by number.
@@ -82,8 +94,11 @@ class ObserverSpec:
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> ObserverSpec:
-        recovery = document["recovery"]
+        recovery, webhook, launcher = (document[name] for name in ("recovery", "webhook", "launcher"))
         converted = {
+            "run": Identity(**document["run"]),
+            "webhook": None if webhook is None else Webhook(**webhook),
+            "launcher": None if launcher is None else tuple(launcher),
             "config": ObserverConfig(**document["config"]),
             "straggler": StragglerConfig(**document["straggler"]),
             "recovery": None if recovery is None else RecoveryConfig(**recovery),

@@ -22,11 +22,11 @@ from torchscout.config import ObserverConfig
 from torchscout.decision.progress import CommGroup, How, Phase, Process, Progress, RankReport
 from torchscout.errors import TornRecordError
 from torchscout.observer import stacks
-from torchscout.observer.record.directory import How as HowEnded
-from torchscout.observer.record.directory import read_end
 from torchscout.observer.record.reader import ProgressReader
 from torchscout.observer.rounds.protocol import MAX_STACK
 from torchscout.observer.silence import LONGEST_REPEAT_SECONDS, allowance
+from torchscout.run.folder import How as HowEnded
+from torchscout.run.folder import read_end
 from torchscout.utils.procfs import process_stat
 
 __all__ = ["SAMPLES", "Ending", "SurveySchedule", "TrainerView", "typical_seconds"]

@@ -1,4 +1,4 @@
-"""What was compared in a run, and how long it took: the records of all ranks, added up (pure).
+"""What was compared in a run, and how long it took: the records of all ranks, added up.
 
 All peers write the same comparison. So what one rank wrote is added up first, and of several ranks with the
 same peers the most complete one counts.
@@ -10,8 +10,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from torchscout.decision.records.recorder import Agreements
-from torchscout.decision.types import EvidenceRecord, Manifestation
+from torchscout.decision.types import Agreements, EvidenceRecord, Manifestation
+from torchscout.run.reader import Run, record_files
 
 __all__ = ["Compared", "Comparisons", "NotChecked", "Round", "Series", "Target"]
 
@@ -84,9 +84,26 @@ class Comparisons:
     """Everything that ranks recorded besides incidents."""
 
     def __init__(self) -> None:
+        self.ranks: set[int] = set()
+        """Those that have written anything."""
         self.compared: dict[Target, Compared] = {}
         self.not_checked: dict[str, NotChecked] = {}
         self.times: dict[Series, dict[tuple[int, str | None], Round]] = {}
+
+    @classmethod
+    def read(cls, run: Run) -> Comparisons:
+        """Read the records of all ranks, which takes long in a large job; problems are noted in ``run``."""
+        found = cls()
+        try:
+            files = record_files(run.run_dir)
+        except OSError as error:
+            run.note(error)
+            return found
+        for rank, path in files:
+            found.ranks.add(rank)
+            lines = run.lines(path)
+            found.add_rank(each.item for each in lines if isinstance(each.item, EvidenceRecord | Agreements))
+        return found
 
     def add_rank(self, items: Iterable[EvidenceRecord | Agreements]) -> None:
         """Add what one rank wrote."""
@@ -113,7 +130,7 @@ class Comparisons:
     def with_times(self, records: Iterable[EvidenceRecord]) -> Comparisons:
         """Return these comparisons with the times among some further records."""
         made = Comparisons()
-        made.compared, made.not_checked = self.compared, self.not_checked
+        made.ranks, made.compared, made.not_checked = self.ranks, self.compared, self.not_checked
         made.times = {series: dict(rounds) for series, rounds in self.times.items()}
         made.add_times(records)
         return made

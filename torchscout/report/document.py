@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 from torchscout.decision.types import Action, Decision, Incident, Manifestation
@@ -17,10 +18,10 @@ from torchscout.report.evidence import (
     strip,
     waits_of,
 )
-from torchscout.report.reading import Reported, Run
+from torchscout.run.reader import Reported, Run, read_run
 from torchscout.utils.text import named, spans
 
-__all__ = ["SCHEMA", "document_of"]
+__all__ = ["SCHEMA", "document_of", "documented"]
 
 SCHEMA = 1
 """Version of the document."""
@@ -37,34 +38,42 @@ _ACTIONS = {
 }
 
 
-def document_of(run: Run) -> dict[str, Any]:
+def document_of(run: Run, records: Comparisons) -> dict[str, Any]:
     """Return everything that the page shows; numbers, texts, lists and dictionaries only."""
+    compared = records.with_times(each for reported in run.incidents for each in reported.incident.records)
+    size = _size(run, records)
     incidents = [_incident(number, each, run) for number, each in enumerate(run.incidents, start=1)]
     return {
         "schema": SCHEMA,
-        "run_dir": run.run_dir,
-        "sentence": _sentence(run, incidents),
-        "ranks": _ranks(run),
+        "run_dir": str(run.run_dir),
+        "sentence": _sentence(run, incidents, size),
+        "ranks": _ranks(run, size),
         "incidents": incidents,
         "timeline": _timeline(run),
         "trust": _thinned([_trust(time, each) for time, each in run.trust]),
-        "strips": _strips(run.comparisons),
-        "coverage": _coverage(run.comparisons),
-        "not_checked": _not_checked(run),
+        "strips": _strips(compared),
+        "coverage": _coverage(compared),
+        "not_checked": _not_checked(compared, size),
         "problems": run.problems,
         "unlisted_problems": run.unlisted,
     }
 
 
-def size_of(run: Run) -> int:
+def documented(run_dir: Path) -> dict[str, Any]:
+    """Read a run directory, and return its document."""
+    run = read_run(run_dir)
+    return document_of(run, Comparisons.read(run))
+
+
+def _size(run: Run, records: Comparisons) -> int:
     """The number of ranks, as far as any file shows it."""
     shown = [rank for each in run.incidents for record in each.incident.records for rank in record.peers]
-    seen = [*(entry.rank for entry in run.entries), *run.with_records, *shown]
+    seen = [*(entry.rank for entry in run.entries), *records.ranks, *shown]
     return max([*(entry.size for entry in run.entries), *(rank + 1 for rank in seen)], default=0)
 
 
-def _sentence(run: Run, incidents: Sequence[dict[str, Any]]) -> str:
-    size, hosts = size_of(run), len({entry.host for entry in run.entries})
+def _sentence(run: Run, incidents: Sequence[dict[str, Any]], size: int) -> str:
+    hosts = len({entry.host for entry in run.entries})
     still_open = sum(each["state"] == "open" for each in incidents)
     ends = Counter(end.how for end in run.ends)
     known = ", ".join(f"{count} {how}" for how, count in sorted(ends.items())) or "no end recorded"
@@ -77,9 +86,8 @@ def _sentence(run: Run, incidents: Sequence[dict[str, Any]]) -> str:
     )
 
 
-def _ranks(run: Run) -> dict[str, Any]:
+def _ranks(run: Run, size: int) -> dict[str, Any]:
     """Columns by rank; a rank without an entry has None. Texts are indices into lists."""
-    size = size_of(run)
     by_rank = {entry.rank: entry for entry in run.entries if 0 <= entry.rank < size}
     hosts, devices = dict[str, int](), dict[str, int]()
     found: dict[str, list[Any]] = {name: [None] * size for name in ("host", "device", "pid", "end")}
@@ -114,18 +122,18 @@ def _incident(number: int, reported: Reported, run: Run) -> dict[str, Any]:
     decision = _decision_about(incident, run)
     waits = waits_of(incident) if incident.manifestation is Manifestation.HANG else []
     waiting = {rank for each in waits for first, last in each["inside"] for rank in range(first, last + 1)}
-    state = "open" if end is None else "resolved" if end.recovered is None else "recovered"
     return {
         "id": number,
         "time": reported.time,
         "step": incident.step,
         "manifestation": incident.manifestation.value,
+        "launcher": incident.launcher,
         "scope": incident.scope.value,
         "ranks": spans(incident.ranks),
         "hosts": list(incident.hosts),
         "where": _where(incident, run),
         "sentence": incident.sentence,
-        "state": state,
+        "state": "open" if end is None else end.state,
         "recovered": None if end is None else end.recovered,
         "todo": _ACTIONS[incident.action] if decision is None else decision.sentence,
         "is_decided": decision is not None,
@@ -160,37 +168,32 @@ def _where(incident: Incident, run: Run) -> list[str]:
 
 
 def _decision_about(incident: Incident, run: Run) -> Decision | None:
-    wanted = (incident.step, incident.ranks)
-    return next((each for _, each in run.decisions if (each.step, each.ranks) == wanted), None)
+    return next((each for _, each in run.decisions if each.incident == incident.id), None)
 
 
 def _timeline(run: Run) -> list[dict[str, Any]]:
     """What happened, in the order of time."""
-    numbers = {id(each.incident): number for number, each in enumerate(run.incidents, start=1)}
+    numbers = {each.incident.id: number for number, each in enumerate(run.incidents, start=1)}
     events: list[dict[str, Any]] = []
 
     def add(time: float, step: int, kind: str, text: str, incident: int | None = None) -> None:
         events.append({"time": time, "step": step, "kind": kind, "text": text, "incident": incident})
 
-    def number_of(step: int, ranks: tuple[int, ...]) -> int | None:
-        same = (each for each in run.incidents if (each.incident.step, each.incident.ranks) == (step, ranks))
-        return next((numbers[id(each.incident)] for each in same), None)
-
     for time, started in run.starts:
         add(time, started.step, "start", started.sentence)
     for reported in run.incidents:
         incident = reported.incident
-        add(reported.time, incident.step, "incident", incident.sentence, numbers[id(incident)])
+        add(reported.time, incident.step, "incident", incident.sentence, numbers[incident.id])
     for time, end in run.resolved:
         after = (
             f"after {end.stalled_seconds:.1f} s" if end.recovered is None else f"from step {end.recovered}"
         )
         word = "moved again" if end.recovered is None else "recovered"
         text = f"{named(end.ranks)} {word} {after}."
-        add(time, end.step, "end", f"{text[0].upper()}{text[1:]}", number_of(end.step, end.ranks))
+        add(time, end.step, "end", f"{text[0].upper()}{text[1:]}", numbers.get(end.incident))
     for time, decision in run.decisions:
         kept = "" if decision.is_carried_out else "Not carried out: "
-        about = number_of(decision.step, decision.ranks)
+        about = numbers.get(decision.incident)
         add(time, decision.step, "decision", f"{kept}{decision.sentence}", about)
     return sorted(events, key=lambda event: event["time"])[-_MOST_EVENTS:]
 
@@ -265,7 +268,7 @@ def _natural(key: tuple[str, str]) -> tuple[list[tuple[int, str]], str]:
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in key[0].split(".")], key[1]
 
 
-def _not_checked(run: Run) -> list[dict[str, Any]]:
+def _not_checked(records: Comparisons, size: int) -> list[dict[str, Any]]:
     found = [
         {
             "reason": reason,
@@ -275,11 +278,11 @@ def _not_checked(run: Run) -> list[dict[str, Any]]:
             "first": each.first,
             "last": each.last,
         }
-        for reason, each in sorted(run.comparisons.not_checked.items(), key=lambda item: -item[1].last)
+        for reason, each in sorted(records.not_checked.items(), key=lambda item: -item[1].last)
     ]
-    silent = set(range(size_of(run))) - run.with_records
+    silent = set(range(size)) - records.ranks
     # One rank of each group of peers is enough to know what the group compared.
-    silent -= {rank for target in run.comparisons.compared for rank in target.peers}
+    silent -= {rank for target in records.compared for rank in target.peers}
     if silent:
         found.append(
             {

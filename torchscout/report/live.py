@@ -12,14 +12,16 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from torchscout.decision.records.recorder import HISTORY_FILE, INCIDENTS_FILE, RECORDS_FOLDER
+from torchscout.report.comparisons import Comparisons
 from torchscout.report.document import document_of
-from torchscout.report.reading import Run, is_run, joined, read_events, read_ranks, read_records
-from torchscout.report.standing import job_state, replay_of
+from torchscout.report.standing import job_state
+from torchscout.run.folder import HISTORY_FILE, INCIDENTS_FOLDER, RECORDS_FOLDER
+from torchscout.run.reader import Run, is_run
 
 __all__ = ["LiveRun"]
 
@@ -38,13 +40,14 @@ class LiveRun:
     def __init__(self, run_dir: Path) -> None:
         self.run_dir = run_dir
         folders = lambda: chain(*(_states(run_dir / name, ".json") for name in ("ranks", "ends")))  # noqa: E731
-        records = lambda: _states(run_dir / RECORDS_FOLDER, ".jsonl", ".1")  # noqa: E731
-        files = lambda: (_state(run_dir / name) for name in (INCIDENTS_FILE, HISTORY_FILE))  # noqa: E731
-        self._ranks = _Part(run_dir, read_ranks, folders)
-        self._records = _Part(run_dir, read_records, records)
-        self._events = _Part(run_dir, read_events, files, in_background=False)
+        lines = (".jsonl", ".1", ".2")
+        records = lambda: _states(run_dir / RECORDS_FOLDER, *lines)  # noqa: E731
+        events = lambda: chain(_states(run_dir / INCIDENTS_FOLDER, *lines), [_state(run_dir / HISTORY_FILE)])  # noqa: E731
+        self._ranks = _Part(run_dir, _Read.ranks, folders)
+        self._records = _Part(run_dir, _Read.comparisons, records)
+        self._events = _Part(run_dir, _Read.events, events, in_background=False)
         self._lock = threading.Lock()
-        self._parts: tuple[Run, ...] = ()
+        self._parts: tuple[_Read, ...] = ()
         self._document: dict[str, Any] = {}
         self._texts: dict[str, str] = {}
         self._changed: dict[str, int] = {}
@@ -74,8 +77,8 @@ class LiveRun:
         )
         if is_new:
             self._parts = parts
-            self._run = joined(str(self.run_dir), *parts)
-            self._document = document_of(self._run)
+            self._run, compared = _joined(*parts)
+            self._document = document_of(self._run, compared)
         self._document["now"] = _now(self.run_dir, self._run, self._document["incidents"])
         # The document of a large job takes long to write; most often only this part has changed.
         texts = {name: json.dumps(self._document[name]) for name in (self._document if is_new else ["now"])}
@@ -85,13 +88,47 @@ class LiveRun:
             self._texts |= texts
 
 
+@dataclass(slots=True)
+class _Read:
+    """What was read of some files."""
+
+    run: Run
+    records: Comparisons = field(default_factory=Comparisons)
+
+    @classmethod
+    def ranks(cls, run_dir: Path) -> _Read:
+        run = Run(run_dir)
+        run.read_ranks()
+        return cls(run)
+
+    @classmethod
+    def events(cls, run_dir: Path) -> _Read:
+        run = Run(run_dir)
+        run.read_events()
+        return cls(run)
+
+    @classmethod
+    def comparisons(cls, run_dir: Path) -> _Read:
+        run = Run(run_dir)
+        return cls(run, Comparisons.read(run))
+
+
+def _joined(ranks: _Read, events: _Read, records: _Read) -> tuple[Run, Comparisons]:
+    run = replace(events.run, entries=ranks.run.entries, ends=ranks.run.ends, problems=[], unlisted=0)
+    for part in (ranks.run, events.run, records.run):
+        for problem in part.problems:
+            run.note(problem)
+        run.unlisted += part.unlisted
+    return run, records.records
+
+
 class _Part:
     """Some files of a run, and what was read of them last."""
 
     def __init__(
         self,
         run_dir: Path,
-        read: Callable[[Path], Run],
+        read: Callable[[Path], _Read],
         state: Callable[[], Iterator[object]],
         *,
         in_background: bool = True,
@@ -99,12 +136,12 @@ class _Part:
         """``state`` changes when a file does."""
         self._run_dir, self._read, self._state = run_dir, read, state
         self._in_background = in_background
-        self._run: Run | None = None
+        self._run: _Read | None = None
         self._seen: tuple[object, ...] = ()
         self._settled_at = self._next = 0.0
         self._thread: threading.Thread | None = None
 
-    def read(self) -> Run:
+    def read(self) -> _Read:
         """Return what was read last, after reading again if the files have changed."""
         if self._run is None or not self._in_background:
             return self._refresh()
@@ -114,7 +151,7 @@ class _Part:
             self._thread.start()
         return self._run
 
-    def _refresh(self) -> Run:
+    def _refresh(self) -> _Read:
         began = time.monotonic()
         seen = tuple(self._state())
         if seen != self._seen:
@@ -158,7 +195,7 @@ def _now(run_dir: Path, run: Run, incidents: Sequence[Mapping[str, Any]]) -> dic
             "checks": None,
         }
     state = job_state(run.entries, {end.rank: end for end in run.ends}, incidents)
-    ranks, replay = state["ranks"], replay_of(run_dir)
+    ranks, replay = state["ranks"], run.replay()
     # Of a rank elsewhere, or one that has just finished, there is nothing to say.
     known = [rank for rank in ranks if rank["state"] not in {"elsewhere", "finished"}]
     rows = [

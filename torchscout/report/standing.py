@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
+from itertools import starmap
 from pathlib import Path
 from typing import Any
 
 from torchscout.decision.progress import Process, Progress
-from torchscout.decision.records.recorder import REPLAY_FILE, IncidentLog
 from torchscout.decision.types import Incident, Manifestation, Resolved
 from torchscout.errors import TornRecordError
-from torchscout.observer.record.directory import End, RankEntry, read_ends, read_roster
+from torchscout.observer.record.directory import ProcessIdentity
 from torchscout.observer.record.reader import ProgressReader
+from torchscout.run.folder import End, RankEntry, read_ends, read_roster
+from torchscout.run.reader import IncidentLog, Run
+from torchscout.utils.procfs import boot_id
 from torchscout.utils.text import named
 
-__all__ = ["examined", "incidents_of", "job_state", "replay_of", "standing"]
+__all__ = ["examined", "job_state", "standing"]
 
 HEALTHY, SICK, UNKNOWN = 0, 1, 2
 """Exit statuses of ``scout status``."""
@@ -26,16 +28,16 @@ _RUNNING = {"running", "stopped", "paused"}
 
 def examined(run_dir: Path) -> dict[str, Any]:
     """Return the report of ``scout status``; raises ``OSError`` or ``ValueError`` if this is no whole run."""
-    entries, ends = read_roster(run_dir), read_ends(run_dir)
-    incidents = incidents_of(run_dir)
+    entries, ends, log = read_roster(run_dir), read_ends(run_dir), IncidentLog.read(run_dir)
+    incidents = [*starmap(_incident, log.entries)]
     if not entries:
         raise ValueError(f"{run_dir} is not the run directory of a job: it has no ranks/rank-0.json")
     return {
         "run_dir": str(run_dir),
         **job_state(entries, ends, incidents),
-        "replay": replay_of(run_dir),
+        "replay": Run(run_dir).replay(),
         "incidents": incidents,
-        "decisions": decisions_of(run_dir),
+        "decisions": [each.to_json() for each in log.decisions],
     }
 
 
@@ -133,20 +135,10 @@ def state_of(reader: ProgressReader) -> str:
 
 def without_record(entry: RankEntry) -> str:
     """The state of a rank with neither an end marker nor a progress record."""
-    if entry.process() is Process.GONE:
+    if ProcessIdentity(entry.pid, entry.started, boot_id()).process() is Process.GONE:
         return "killed"
     # A session without an observer has no record; other sessions remove theirs when they close.
     return Process.RUNNING.value if entry.has_no_observer else "finished"
-
-
-def replay_of(run_dir: Path) -> dict[str, Any] | None:
-    """Whether checks are on; None if they have never failed, or rank 0 could not write that down."""
-    try:
-        found = json.loads((run_dir / REPLAY_FILE).read_text())
-    except (OSError, ValueError):
-        return None
-    is_known = isinstance(found, dict) and isinstance(found.get("sentence"), str)
-    return found if is_known else None
 
 
 def device_of(progress: Progress) -> str | None:
@@ -157,24 +149,15 @@ def device_of(progress: Progress) -> str | None:
     return {True: "busy", False: "idle", None: None}[progress.device_busy]
 
 
-def incidents_of(run_dir: Path) -> list[dict[str, Any]]:
-    """Incidents: ``open``, ``resolved``, or ``recovered`` by going back to an earlier state."""
-    return [_incident(*entry) for entry in IncidentLog.read(run_dir).entries]
-
-
-def decisions_of(run_dir: Path) -> list[dict[str, Any]]:
-    """What the recovery policy decided about the incidents."""
-    return [each.to_json() for each in IncidentLog.read(run_dir).decisions]
-
-
 def _incident(item: Incident, end: Resolved | None) -> dict[str, Any]:
-    recovered = None if end is None else end.recovered
-    state = "open" if end is None else "resolved" if recovered is None else "recovered"
+    state = "open" if end is None else end.state
     return {
+        "id": item.id,
         "step": item.step,
+        "launcher": item.launcher,
         "manifestation": item.manifestation.value,
         "sentence": item.sentence,
         "state": state,
         "resolved": state != "open",
-        "recovered": recovered,
+        "recovered": None if end is None else end.recovered,
     }

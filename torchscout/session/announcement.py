@@ -6,8 +6,9 @@ import logging
 
 from torchscout.communicators import Job
 from torchscout.config import CheckpointConfig, ObserverConfig, ReplayConfig
-from torchscout.decision.records.recorder import Started, record_one
+from torchscout.decision.types import Started
 from torchscout.log import log
+from torchscout.run.writer import record_one
 from torchscout.session.session import Parts
 
 __all__ = ["ALONE", "announce"]

@@ -10,9 +10,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from torchscout.decision.records.recorder import IncidentLog, JsonlRecorder
 from torchscout.decision.types import Incident, Manifestation, Resolved
-from torchscout.observer.record.directory import How
+from torchscout.run.folder import How
+from torchscout.run.reader import IncidentLog
+from torchscout.run.writer import record_one
 from torchscout.utils.private_files import open_file
 from torchscout.utils.text import listed
 
@@ -57,23 +58,24 @@ def add_run(checkpoints: Path, run_dir: Path) -> None:
         file.write(json.dumps(str(run_dir)) + "\n")
 
 
-def mark_recovered(checkpoints: Path, step: int) -> None:
+def mark_recovered(checkpoints: Path, step: int) -> list[Resolved]:
     """Mark corruption that earlier runs found after this step as resolved: all ranks have loaded the state of
-    this step."""
+    this step. Return what was marked."""
+    marked = []
     for run_dir in dict.fromkeys(_runs(checkpoints)):
-        lines = JsonlRecorder(run_dir, 0)
         for each in IncidentLog.read(run_dir).open_incidents:
             if each.step > step and each.manifestation is Manifestation.SDC:
-                lines.record(
-                    Resolved(
-                        step=each.step,
-                        ranks=each.ranks,
-                        sentence=each.sentence,
-                        stalled_seconds=0.0,
-                        recovered=step,
-                    )
+                end = Resolved(
+                    incident=each.id,
+                    step=each.step,
+                    ranks=each.ranks,
+                    sentence=each.sentence,
+                    stalled_seconds=0.0,
+                    recovered=step,
                 )
-        lines.close()
+                record_one(run_dir, 0, end)
+                marked.append(end)
+    return marked
 
 
 def _runs(checkpoints: Path) -> Iterator[Path]:

@@ -20,12 +20,12 @@ from typing import TYPE_CHECKING
 from torchscout.communicators import Communicators, Job
 from torchscout.config import RecoveryConfig
 from torchscout.decision.policy import decide, is_allowed
-from torchscout.decision.records.recorder import record_one
 from torchscout.decision.types import Action, Decision, Incident
 from torchscout.errors import RestartPlanError, ScoutError
 from torchscout.log import log
-from torchscout.observer.record.directory import End, RankEntry
+from torchscout.run.folder import End, RankEntry
 from torchscout.run.restart import FOLDER_VARIABLE, RestartPlan, start_command, write_plans
+from torchscout.run.writer import record_one
 from torchscout.utils.text import listed
 
 if TYPE_CHECKING:

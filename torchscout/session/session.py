@@ -15,15 +15,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 from torchscout.decision.progress import Phase
-from torchscout.decision.records.recorder import IncidentLog, Started, record_one
-from torchscout.decision.types import Failure, Incident
+from torchscout.decision.types import Failure, Incident, Started
 from torchscout.errors import UnavailableError
 from torchscout.log import log
 from torchscout.observer.monitor import HangMonitor
-from torchscout.observer.record.directory import End, How, RankEntry
+from torchscout.run.folder import End, How, RankEntry
+from torchscout.run.reader import IncidentLog
+from torchscout.run.writer import record_one
 from torchscout.session.boundary import Boundary
 from torchscout.session.ending import closing_line, how_ended, mark_recovered, why_ended
-from torchscout.session.incident_callback import IncidentCallback
+from torchscout.session.incidents import Incidents
 from torchscout.session.recovery import Recovery
 from torchscout.session.replay.recovery import RecoveringReplay
 from torchscout.session.termination import before_termination
@@ -75,7 +76,7 @@ class Parts:
 
     run_dir: Path
     boundary: Boundary
-    incidents: IncidentCallback | None = None
+    incidents: Incidents | None = None
     entry: RankEntry | None = None
     """This rank's entry in the run directory."""
     monitor: HangMonitor | None = None
@@ -96,7 +97,7 @@ class Session:
         # Closed parts are dropped, and ``parts`` is not kept: SCOUT's process groups hold their connections
         # as long as something refers to them.
         self._boundary, self._guarded = parts.boundary, parts.boundary.guarded
-        self._callback, self._entry, self._undo = parts.incidents, parts.entry, parts.undo
+        self._incidents, self._entry, self._undo = parts.incidents, parts.entry, parts.undo
         self._recovery = parts.recovery
         self._monitor, self._checkpoints = parts.monitor, parts.checkpoints
         self._replay, self._replay_off = parts.replay, parts.replay_off
@@ -134,7 +135,7 @@ class Session:
         """The incidents of all ranks so far, read from the run directory. If it has none, because it cannot
         be written to or is on another machine, those that this rank has received."""
         found = IncidentLog.read(self.run_dir).incidents
-        return found or ([] if self._callback is None else list(self._callback.incidents))
+        return found or ([] if self._incidents is None else list(self._incidents.known))
 
     def status(self) -> dict[str, Any]:
         """The state of this rank and of each subsystem; None, or ``off``, for one that is not running."""
@@ -155,7 +156,7 @@ class Session:
         has more. Only the observer is asked, and has a second to answer.
         """
         monitor, replay, checkpoints = self._monitor, self._replay, self._checkpoints
-        incidents = () if self._callback is None else tuple(self._callback.incidents)
+        incidents = () if self._incidents is None else tuple(self._incidents.known)
         return {
             "step": self.step,
             "incidents": [(each.manifestation.value, each.scope.value) for each in incidents],
@@ -325,7 +326,9 @@ class Session:
         if self.rank == 0:
             log.info("resume: step %d: %s", resumed.step, resumed.reason)
             record_one(self.run_dir, self.rank, Started(step=resumed.step, sentence=resumed.reason))
-            mark_recovered(Path(self._manager().status()["directory"]), resumed.step)
+            for each in mark_recovered(Path(self._manager().status()["directory"]), resumed.step):
+                if self._incidents is not None:
+                    self._incidents.resolved(each)
 
     def _stop_replay(self, why: str) -> None:
         replay, self._replay = self._replay, None
@@ -338,7 +341,7 @@ class Session:
         exit status says otherwise."""
         if os.getpid() != self._pid:
             return
-        error, incidents = getattr(sys, "last_value", None), self._callback
+        error, incidents = getattr(sys, "last_value", None), self._incidents
         if self._monitor is not None and how_ended(error) == "failed":
             if self._recovery is not None:
                 self._guarded(self._recovery.fails)
@@ -372,9 +375,9 @@ class Session:
         if not self._end_once.acquire(blocking=False):
             return
         incidents, entry = list[Incident](), self._entry
-        if self._callback is not None:
-            self._callback.close()
-            incidents = self._callback.incidents
+        if self._incidents is not None:
+            self._incidents.close()
+            incidents = self._incidents.known
         if self.rank == 0 or how == "failed":
             level = logging.INFO if how == "finished" and not incidents else logging.WARNING
             line = closing_line("ended" if is_open else how, self.step, incidents, certified, why)

@@ -11,11 +11,18 @@ from typing import Any
 
 from torchscout.log import log
 
-__all__ = ["HOST_VARIABLES", "device_name", "host_name", "is_host_name"]
+__all__ = ["HOST_VARIABLES", "device_name", "host_name", "is_host_name", "job_name", "launcher_job"]
 
 HOST_VARIABLES = ("TORCHSCOUT_HOST", "SLURMD_NODENAME", "NODE_NAME")
 """Where the name of this machine is looked for, before its hostname: a setting, Slurm, Kubernetes (where
 ``NODE_NAME`` is the usual name for the field ``spec.nodeName``)."""
+_JOB_VARIABLES = (
+    ("Slurm job", "SLURM_JOB_ID"),
+    ("PBS job", "PBS_JOBID"),
+    ("LSF job", "LSB_JOBID"),
+    ("torchrun", "TORCHELASTIC_RUN_ID"),
+)
+"""What torchrun calls a run without ``--rdzv-id`` is ``none``."""
 _HOST_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:-]{0,254}")
 
 
@@ -34,6 +41,22 @@ def host_name() -> str:
         if name:
             log.warning("%s=%.80r is not the name of a machine; it is ignored", variable, name)
     return socket.gethostname()
+
+
+def job_name() -> str:
+    """Return the name that the user gave to this job; empty if there is none."""
+    return os.environ.get("TORCHSCOUT_JOB") or os.environ.get("SLURM_JOB_NAME", "")
+
+
+def launcher_job() -> str:
+    """Return what the launcher of this process calls its job, such as ``Slurm job 4711``; empty if it is not
+    known."""
+    found = ((words, value) for words, variable in _JOB_VARIABLES if (value := os.environ.get(variable, "")))
+    pod = os.environ.get("HOSTNAME", "") if "KUBERNETES_SERVICE_HOST" in os.environ else ""
+    named = [*found, *([("pod", pod)] if pod else [])]
+    return ", ".join(
+        f"{words} {value:.100}" for words, value in named if value.isprintable() and value != "none"
+    )
 
 
 def device_name(properties: Any) -> str:

@@ -36,8 +36,8 @@ from torchscout.config import ObserverConfig, ReplayConfig
 from torchscout.decision.types import Action, Incident
 from torchscout.faults.injector import Injector
 from torchscout.faults.plan import FaultPlan
-from torchscout.notify import Webhook
 from torchscout.observer import handle
+from torchscout.run.notify import Webhook
 from torchscout.session.session import Session
 from torchscout.testing.local_ranks import preload
 from torchscout.utils.procfs import is_running

@@ -29,7 +29,6 @@ from torchscout.config import StragglerConfig
 from torchscout.decision.consensus import Status, Verdict, exact
 from torchscout.decision.hang import Round, diagnose
 from torchscout.decision.progress import CommGroup, IssuedOp, Phase, Process, Progress, RankReport, Window
-from torchscout.decision.records.recorder import IncidentLog
 from torchscout.decision.sdc import SdcDiagnosis
 from torchscout.decision.straggler import PhaseStragglers, RankStragglers
 from torchscout.decision.timings import PeerTimes, Work
@@ -37,6 +36,7 @@ from torchscout.decision.types import Action, EvidenceRecord, Incident, Manifest
 from torchscout.mesh import Mesh
 from torchscout.observer.late_decision import LateDecision
 from torchscout.observer.spec import ObserverSpec
+from torchscout.run.reader import IncidentLog
 from torchscout.run.restart import RestartPlan
 from torchscout.session import recovery
 from torchscout.session.recovery import EXIT_STATUS, Recovery

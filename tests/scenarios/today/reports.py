@@ -28,7 +28,6 @@ from tests.support.preflight_jobs import TINY
 from torchscout.cli.main import app
 from torchscout.config import StragglerConfig
 from torchscout.decision.consensus import exact, statistical
-from torchscout.decision.records.recorder import JsonlRecorder, SummaryRecorder, record_one
 from torchscout.decision.types import (
     Action,
     EvidenceRecord,
@@ -37,10 +36,11 @@ from torchscout.decision.types import (
     Resolved,
     Scope,
 )
-from torchscout.observer.record.directory import End, RankEntry
 from torchscout.preflight.runner import Preflight
 from torchscout.preflight.workload import Workload
+from torchscout.run.folder import End, RankEntry
 from torchscout.run.restart import RestartPlan
+from torchscout.run.writer import RunWriter, SummaryRecorder, record_one
 from torchscout.session.ending import add_run, mark_recovered
 from torchscout.utils.identity import HOST_VARIABLES
 
@@ -112,7 +112,7 @@ def _made(run: Run, run_dir: Path) -> Iterator[None]:
 TRAINER = """
 import sys, time
 from pathlib import Path
-from torchscout.observer.record.directory import RankEntry
+from torchscout.run.folder import RankEntry
 from torchscout.observer.record.writer import ProgressWriter
 run_dir, rank, size = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 writer = ProgressWriter.create(run_dir / "records", rank)
@@ -168,8 +168,8 @@ def _record(run_dir: Path, incident: Incident, how: str) -> None:
     run_dir.mkdir(parents=True, exist_ok=True)
     record_one(run_dir, 0, incident)
     if how == "resolved":
-        step, ranks, sentence = incident.step, incident.ranks, incident.sentence
-        record_one(run_dir, 0, Resolved(step=step, ranks=ranks, sentence=sentence, stalled_seconds=6.0))
+        about = {name: getattr(incident, name) for name in ("step", "ranks", "sentence")}
+        record_one(run_dir, 0, Resolved(incident=incident.id, **about, stalled_seconds=6.0))
     if how == "recovered":
         checkpoints = run_dir.with_name("checkpoints")
         checkpoints.mkdir()
@@ -298,7 +298,7 @@ def written(comparison: Comparison, folder: Path) -> str:
         peers=peers,
         verdict=(statistical if is_time else exact)(comparison.values),
     )
-    recorder = SummaryRecorder(JsonlRecorder(folder, 0), StragglerConfig())
+    recorder = SummaryRecorder(RunWriter(folder, 0), StragglerConfig())
     recorder.record(record)
     recorder.close()
     (line,) = (folder / "records" / "rank-0.jsonl").read_text().splitlines()

@@ -31,8 +31,8 @@ from tests.scenarios.today.thread_ranks import UNTIMED
 from tests.support.ranks import LiveRanks, RankError, are_fit
 from torchscout import ObserverConfig, Parallelism, RecoveryConfig, ReplayConfig, enable_resiliency
 from torchscout.adapters.pytorch import PyTorchAdapter
-from torchscout.decision.records.recorder import IncidentLog
 from torchscout.decision.types import Action, Incident
+from torchscout.run.reader import IncidentLog
 from torchscout.session.session import Session
 from torchscout.testing.local_ranks import preload
 

@@ -28,11 +28,11 @@ from torchscout.campaign.cells.warm import WARMUP, Slot, WarmRankResult, run_war
 from torchscout.campaign.results import Result
 from torchscout.config import StragglerConfig
 from torchscout.decision.progress import RankReport
-from torchscout.decision.records.recorder import Follower, IncidentLog
 from torchscout.decision.types import EvidenceRecord, Incident
 from torchscout.errors import TornRecordError
-from torchscout.observer.record.directory import read_roster
 from torchscout.observer.record.reader import ProgressReader
+from torchscout.run.folder import read_roster
+from torchscout.run.reader import Follower, IncidentLog
 
 __all__ = ["judged_warm", "run_ablated_hangs"]
 

@@ -18,13 +18,13 @@ from torchscout.campaign.tables import printed
 from torchscout.config import StragglerConfig
 from torchscout.decision.consensus import exact
 from torchscout.decision.progress import RankReport
-from torchscout.decision.records.recorder import Stamped
 from torchscout.decision.straggler import COMPUTATION, RankStragglers
 from torchscout.decision.timings import PeerTimes, Work
 from torchscout.decision.types import EvidenceRecord, Incident, Manifestation
 from torchscout.faults.ground_truth import GroundTruth
 from torchscout.faults.plan import FaultPlan
 from torchscout.mesh import Mesh
+from torchscout.run.reader import Stamped
 from torchscout.testing.transformer import TINY
 from torchscout.utils.text import wrapped
 

@@ -30,7 +30,6 @@ from torchscout.campaign.cells.training import training_of
 from torchscout.collectives.interceptor import listen
 from torchscout.decision.hang import Round, diagnose
 from torchscout.decision.progress import CommGroup, Process, RankReport
-from torchscout.decision.records.recorder import JsonlRecorder
 from torchscout.faults.injector import Injector
 from torchscout.faults.plan import FaultPlan
 from torchscout.mesh import Mesh
@@ -40,6 +39,7 @@ from torchscout.observer.record.writer import ProgressWriter
 from torchscout.observer.rounds.post import Post
 from torchscout.observer.rounds.post_writer import post_of
 from torchscout.observer.silence import SilenceDetector
+from torchscout.run.writer import RunWriter
 from torchscout.utils.identity import host_name
 
 __all__ = ["train_gathering", "train_posting"]
@@ -148,4 +148,4 @@ class _Watchdog(threading.Thread):
             return
         absent = frozenset(range(len(self._mesh))) - reports.keys()
         for incident in diagnose(Round(reports, self._mesh, confirmed=absent)).incidents:
-            JsonlRecorder(self._run_dir, self._reader.rank).record(incident)
+            RunWriter(self._run_dir, self._reader.rank).record(incident)

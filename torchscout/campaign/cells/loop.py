@@ -20,10 +20,10 @@ from torchscout.campaign.cells.cell import Cell, Processes, Row
 from torchscout.campaign.cells.loop_job import FAULTS, undisturbed
 from torchscout.campaign.grading import Flaw, Grade, unfired
 from torchscout.campaign.results import Result, graded
-from torchscout.decision.records.recorder import IncidentLog
 from torchscout.decision.types import Action, Decision, Incident
 from torchscout.faults.injector import Firing
 from torchscout.faults.plan import FaultPlan
+from torchscout.run.reader import IncidentLog
 from torchscout.run.restart import FOLDER_VARIABLE
 from torchscout.testing.local_ranks import run_ranks
 from torchscout.utils.child_process import HOME

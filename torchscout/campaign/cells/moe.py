@@ -20,13 +20,13 @@ from torchscout.campaign.cells.training import device_of, replay_on, retried, si
 from torchscout.campaign.grading import Flaw, Grade, unfired
 from torchscout.campaign.results import Result, graded
 from torchscout.config import ReplayConfig, StragglerConfig
-from torchscout.decision.records.recorder import IncidentLog
 from torchscout.decision.types import Incident
 from torchscout.experts.kernel import expert_layer as counted
 from torchscout.experts.kernel.triton_kernel import INTERPRETED
 from torchscout.faults.effects import PerturbKernel
 from torchscout.faults.injector import Firing, Injector
 from torchscout.faults.plan import FaultPlan
+from torchscout.run.reader import IncidentLog
 from torchscout.testing.local_ranks import RankError, run_ranks
 from torchscout.testing.moe_model import HIDDEN, LAYERS, WIDTH, Experts, MoeTraining, catalog_for
 

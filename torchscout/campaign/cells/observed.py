@@ -25,11 +25,11 @@ from torchscout.campaign.cells.training import retried, silence_log, training_of
 from torchscout.campaign.grading import unfired
 from torchscout.campaign.results import Result, graded
 from torchscout.config import ObserverConfig
-from torchscout.decision.records.recorder import IncidentLog, Stamped
 from torchscout.decision.types import Incident
 from torchscout.faults.effects import CallEffect, Freeze, Sleep
 from torchscout.faults.injector import Firing, Injector
 from torchscout.faults.plan import FaultPlan
+from torchscout.run.reader import IncidentLog, Stamped
 from torchscout.session.session import Session
 from torchscout.testing.local_ranks import LiveRanks, RankError
 from torchscout.testing.transformer import Training
@@ -252,7 +252,7 @@ def _started(cell: Cell, run_dir: Path, body: Callable[..., Iterator[ObservedRan
     shutil.rmtree(run_dir, ignore_errors=True)  # left by an interrupted run
     for each in (firings_of(run_dir), _observers_in(run_dir)):
         each.mkdir(parents=True)
-    layout, faults = cell.place, released(cell.faults, run_dir / "incidents.jsonl")
+    layout, faults = cell.place, released(cell.faults, run_dir / "incidents")
     with ExitStack() as undo:
         ranks = LiveRanks(body, layout.ranks, layout, faults, run_dir, backend=layout.backend)
         undo.callback(ranks.close, timeout_seconds=0.0)

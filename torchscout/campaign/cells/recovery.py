@@ -17,9 +17,9 @@ from torchscout.campaign.cells.training import replay_on, retried, silence_log, 
 from torchscout.campaign.grading import Flaw, Grade, unfired
 from torchscout.campaign.results import Result, graded
 from torchscout.config import CheckpointConfig, ReplayConfig
-from torchscout.decision.records.recorder import IncidentLog
 from torchscout.faults.injector import Firing, Injector
 from torchscout.faults.plan import FaultPlan
+from torchscout.run.reader import IncidentLog
 from torchscout.testing.local_ranks import RankError, run_ranks
 from torchscout.testing.transformer import Training
 

@@ -19,10 +19,10 @@ from torchscout.campaign.cells.training import replay_on, retried, silence_log, 
 from torchscout.campaign.grading import Flaw, unfired
 from torchscout.campaign.results import Result, graded
 from torchscout.config import ReplayConfig
-from torchscout.decision.records.recorder import IncidentLog
 from torchscout.faults.fault import SiteKind
 from torchscout.faults.injector import Firing, Injector
 from torchscout.faults.plan import Fault, FaultPlan
+from torchscout.run.reader import IncidentLog
 from torchscout.testing.local_ranks import LiveRanks, RankError
 from torchscout.testing.transformer import TINY
 

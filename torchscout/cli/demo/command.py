@@ -98,6 +98,6 @@ def _empty(run_dir: Path | None) -> Path:
     if run_dir is None:
         return Path(tempfile.mkdtemp(prefix="scout-demo-")).absolute()
     folder = made_folder(run_dir, "--run-dir")
-    if any((folder / name).exists() for name in ("incidents.jsonl", "records", "checkpoints", "ranks.log")):
+    if any((folder / name).exists() for name in ("incidents", "records", "checkpoints", "ranks.log")):
         raise typer.BadParameter(f"{folder} has an earlier run; give a new folder", param_hint="--run-dir")
     return folder

@@ -24,9 +24,9 @@ from torchscout.campaign.grading import Grade, grade
 from torchscout.checkpoint.trust.selection import SweepResult
 from torchscout.cli.demo.job import PROGRESS, Ended, fired, has_fired, launch, train_alone
 from torchscout.cli.demo.scenario import Kind, Scenario
-from torchscout.decision.records.recorder import IncidentLog
 from torchscout.decision.types import Decision, Failure, Incident
 from torchscout.faults.plan import FaultPlan
+from torchscout.run.reader import IncidentLog
 from torchscout.testing.local_ranks import run_ranks, start_process
 from torchscout.utils.text import wrapped
 
@@ -302,7 +302,7 @@ def screen(outcome: Outcome, run_dir: Path) -> str:
         lines.append("named      no rank: the replicas agreed on all state and all results")
     lines += _checked(outcome)
     lines += [line for attempt in outcome.attempts for line in _described(attempt)]
-    lines.append(f"evidence   {run_dir}/incidents.jsonl and records/")
+    lines.append(f"evidence   {run_dir}/incidents/ and records/")
     named = "Exactly the injected faults were named."
     if not outcome.grade.passed:
         named = f"The injected faults were NOT named: {outcome.grade.reason}."

@@ -21,11 +21,11 @@ from typing import Any
 from torchscout.adapters.versions import TESTED
 from torchscout.checkpoint.storage import lock
 from torchscout.cli.doctor.facts import Clock, Folder, Installed, Limits, Stacks, TorchFacts
-from torchscout.decision.records.recorder import Stamped, read
 from torchscout.decision.repeatability import NONDETERMINISTIC
 from torchscout.decision.types import EvidenceRecord
 from torchscout.errors import CheckpointError
 from torchscout.observer import stacks
+from torchscout.run.reader import Stamped, read
 from torchscout.utils.private_files import is_private
 from torchscout.utils.procfs import is_in_memory
 

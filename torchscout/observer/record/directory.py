@@ -1,48 +1,32 @@
-"""The files behind progress records, and each rank's entry and end in the run directory (paper, section 7).
+"""The files behind progress records (paper, section 7). Needs Linux.
 
 A progress record is a plain file that both ends map. Segments of ``multiprocessing.shared_memory`` would be
 unlinked by its tracker when a worker is killed. Only its owner can use the file, and nobody can guess its
 name.
-
-The run directory has a small file per rank that says where it runs, and one that says how it ended. A session
-that is closed writes its own end; for a trainer that ended in any other way, its observer does. Needs Linux.
 """
 
 from __future__ import annotations
 
 import errno
-import json
 import mmap
 import os
-import secrets
-import socket
 import stat
 import tempfile
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import NamedTuple
 
 from torchscout.decision.progress import Process
 from torchscout.observer.record.layout import HEADER, SIZE
 from torchscout.utils import procfs
-from torchscout.utils.identity import host_name
-from torchscout.utils.private_files import is_private, make_folders, replace_text
+from torchscout.utils.private_files import is_private
 
 __all__ = [
-    "End",
-    "How",
     "Opened",
     "ProcessIdentity",
-    "RankEntry",
     "create",
     "news_of",
     "open_record",
     "operations_of",
-    "read_end",
-    "read_ends",
-    "read_roster",
-    "read_roster_entries",
     "reclaim",
     "records_home",
 ]
@@ -181,156 +165,3 @@ def _header(file: int, path: Path) -> tuple[int, ProcessIdentity]:
     if version != _VERSION:
         raise ValueError(f"{path} is a progress record of version {version}, this one reads {_VERSION}")
     return rank, ProcessIdentity(*identity)
-
-
-@dataclass(frozen=True, slots=True)
-class RankEntry:
-    """Where one rank runs."""
-
-    rank: int
-    host: str
-    pid: int
-    record: str
-    """Its progress record on that host, which is removed when the rank finishes; without an observer, a name
-    that identifies the session."""
-    size: int = 0
-    """Number of ranks in the job; 0 if unknown."""
-    started: int = 0
-    """When its process began, in clock ticks since the boot: a recycled ``pid`` has another."""
-    address: tuple[int, ...] = ()
-    """Its coordinates along ``mesh.AXES``; empty if unknown."""
-    hostname: str = ""
-    """What the machine calls itself; ``host`` is what a scheduler calls it."""
-    device: str = ""
-    """See ``identity.device_name``; empty without an accelerator."""
-    interface: str = ""
-    """The network interface of the job's process groups; empty if unknown."""
-
-    @classmethod
-    def own(
-        cls,
-        rank: int,
-        record: Path | None,
-        size: int = 0,
-        address: tuple[int, ...] = (),
-        device: str = "",
-        interface: str = "",
-    ) -> RankEntry:
-        """Return the entry of this process; ``record`` is None without an observer."""
-        name = f"{_SESSION}{secrets.token_hex(16)}" if record is None else str(record)
-        started = ProcessIdentity.own().started
-        hostname = socket.gethostname()
-        return cls(rank, host_name(), os.getpid(), name, size, started, address, hostname, device, interface)
-
-    @property
-    def is_here(self) -> bool:
-        """Whether the rank runs on this machine."""
-        return (self.hostname or self.host) == socket.gethostname()
-
-    @property
-    def has_no_observer(self) -> bool:
-        return self.record.startswith(_SESSION)
-
-    def process(self) -> Process:
-        """Return the state of its process; only valid on the same host."""
-        return ProcessIdentity(self.pid, self.started, procfs.boot_id()).process()
-
-    def write(self, run_dir: Path) -> None:
-        _write(run_dir / "ranks", self.rank, asdict(self))
-
-
-def read_roster(run_dir: Path) -> list[RankEntry]:
-    """Return every rank's entry, by rank; raises ``ValueError`` for a file that is not an entry."""
-    return sorted((_read_entry(path) for path in _files(run_dir / "ranks")), key=lambda entry: entry.rank)
-
-
-def read_roster_entries(run_dir: Path) -> Iterator[RankEntry | ValueError]:
-    """Yield the entries in any order; for a file that is not an entry, the error."""
-    return map(_entry_or_error, _files(run_dir / "ranks"))
-
-
-def _entry_or_error(path: Path) -> RankEntry | ValueError:
-    try:
-        return _read_entry(path)
-    except ValueError as error:
-        return error
-
-
-def _read_entry(path: Path) -> RankEntry:
-    try:
-        fields = json.loads(path.read_text())
-        entry = RankEntry(**{**fields, "address": tuple(fields.get("address", ()))})
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read: {error.strerror}") from error
-    except (AttributeError, TypeError, ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not a rank's entry: {error}") from error
-    if not all(
-        isinstance(each, int) for each in (entry.rank, entry.pid, entry.size, entry.started, *entry.address)
-    ):
-        raise ValueError(f"{path} is not a rank's entry: rank {entry.rank!r:.40}, pid {entry.pid!r:.40}")
-    texts = (entry.host, entry.record, entry.hostname, entry.device, entry.interface)
-    if not all(isinstance(each, str) and "\0" not in each for each in texts):
-        raise ValueError(f"{path} is not a rank's entry: it names {entry.record!r:.80}")
-    return entry
-
-
-How = Literal["finished", "interrupted", "failed", "killed"]
-"""``interrupted``: by SIGINT, SIGTERM or SIGHUP. ``failed``: by an exception or a non-zero exit status.
-``killed``: by any other signal, or in an unknown way."""
-
-
-@dataclass(frozen=True, slots=True)
-class End:
-    """How one rank's session ended."""
-
-    rank: int
-    how: How
-    step: int
-    """Training steps that it had finished."""
-    record: str
-    """The record of that session, as in the rank's entry: the end of another session is out of date."""
-    why: str = ""
-    """The exception, if there was one."""
-
-    def write(self, run_dir: Path) -> None:
-        """Raises ``OSError`` if it cannot be written."""
-        _write(run_dir / "ends", self.rank, asdict(self))
-
-    def is_written(self, run_dir: Path) -> bool:
-        """Return whether an end of the same session is written."""
-        end = read_end(run_dir, self.rank)
-        return end is not None and end.record == self.record
-
-
-def read_end(run_dir: Path, rank: int) -> End | None:
-    """Return a rank's end; None if there is none that can be read."""
-    return _read_end(_path(run_dir / "ends", rank))
-
-
-def read_ends(run_dir: Path) -> dict[int, End]:
-    """Return the ends by rank; files that are not an end are left out."""
-    found = map(_read_end, _files(run_dir / "ends"))
-    return {each.rank: each for each in found if each is not None}
-
-
-def _read_end(path: Path) -> End | None:
-    try:
-        end = End(**json.loads(path.read_text()))
-    except (OSError, TypeError, ValueError, RecursionError):
-        return None
-    is_valid = type(end.rank) is int and type(end.step) is int and end.how in get_args(How)
-    return end if is_valid and isinstance(end.why, str) else None
-
-
-def _path(folder: Path, rank: int) -> Path:
-    return folder / f"rank-{rank}.json"
-
-
-def _write(folder: Path, rank: int, document: dict[str, Any]) -> None:
-    make_folders(folder)
-    replace_text(_path(folder, rank), json.dumps(document) + "\n")
-
-
-def _files(folder: Path) -> list[Path]:
-    # Not ``glob``, which hides a folder that may not be read.
-    return [path for path in folder.iterdir() if path.match("rank-*.json")] if folder.is_dir() else []

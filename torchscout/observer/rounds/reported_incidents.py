@@ -25,6 +25,7 @@ _PROTOCOL = ("fingerprint/", "digest/", "splits/")
 class Finding:
     """The summary of an incident that hubs send to all observers."""
 
+    id: str
     scope: str
     surface: str
     """The surface of the deciding record."""
@@ -37,6 +38,7 @@ class Finding:
     @classmethod
     def of(cls, incident: Incident, reports: Mapping[int, RankReport]) -> Finding:
         return cls(
+            id=incident.id,
             scope=incident.scope.value,
             surface=incident.records[0].surface,
             step=incident.step,
@@ -52,7 +54,7 @@ class Finding:
     def from_json(cls, document: Mapping[str, Any]) -> Finding:
         """Raises ``LookupError``, ``TypeError`` or ``ValueError`` if the document is not a finding."""
         finding = cls(**{**document, "ranks": tuple(unpack(document["ranks"]))})
-        texts = (finding.scope, finding.surface, finding.sentence)
+        texts = (finding.id, finding.scope, finding.surface, finding.sentence)
         numbers = (finding.step, *finding.ranks)
         types = [*map(type, texts), *map(type, numbers), type(finding.job_ended)]
         if types != [str] * len(texts) + [int] * len(numbers) + [bool]:
@@ -178,6 +180,7 @@ class ReportedIncidents:
                 over.append(each)
         return [
             Resolved(
+                incident=each.finding.id,
                 step=each.finding.step,
                 ranks=each.finding.ranks,
                 sentence=each.finding.sentence,

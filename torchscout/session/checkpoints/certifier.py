@@ -14,7 +14,7 @@ from torchscout.checkpoint.trust import ledger
 from torchscout.checkpoint.trust.certification import CheckVote, events_of
 from torchscout.checkpoint.trust.gate import CheckpointGate, transition
 from torchscout.checkpoint.trust.gate_state import Outcome, Realigned
-from torchscout.decision.records.recorder import Trust
+from torchscout.decision.types import Trust
 from torchscout.replay.capture.saved_calls import SavedCalls
 from torchscout.session.checkpoints.promotion import CheckCoverage, PromotionRule
 from torchscout.session.replay.coverage import RecipeCycle

@@ -18,7 +18,6 @@ from torchscout.communicators import Communicators, PeerCommunicator
 from torchscout.config import ReplayConfig
 from torchscout.decision.ownership import Ownership
 from torchscout.decision.policy import step_slowdown
-from torchscout.decision.records.recorder import Recorder, SummaryRecorder
 from torchscout.decision.sdc import OpenIncidents, SdcDiagnosis
 from torchscout.decision.types import EvidenceRecord, Incident, Manifestation, from_json
 from torchscout.log import log
@@ -31,6 +30,7 @@ from torchscout.replay.replayer import Replayer
 from torchscout.replay.schedule import Rotation
 from torchscout.replay.sweep import sweep
 from torchscout.replay.verdicts import Findings
+from torchscout.run.writer import Recorder, SummaryRecorder
 from torchscout.session.boundary import Boundary
 from torchscout.session.checkpoints.certifier import Certifier, trust_in
 from torchscout.session.checkpoints.promotion import CheckCoverage
@@ -68,7 +68,7 @@ class ReplayParts:
     finish_update: Callable[[], None]
     """See ``adapters.base.Adapter``."""
     on_incidents: Callable[[int, list[Incident]], None]
-    """Called on every rank with a rank that has recorded incidents, and these."""
+    """Called on every rank with a rank that reports incidents, and these."""
     keeps_history: bool  # whether this rank records which checkpoints can be trusted
     still_alive: Callable[[], None]
     """Called repeatedly in a check that takes long because results differ, which is no hang."""
@@ -258,8 +258,7 @@ class ReplayDriver:
         incidents = self._diagnosis.diagnose(records, repeats=findings.repeats, elsewhere=findings.elsewhere)
         self._history.add(records, self._config.require)
         new = self._open_incidents.new_ones(incidents, records)
-        # Guarded separately: a rank that cannot write its records can still report the incident.
-        self._guard(lambda: self._report([each for each in new if each.reporter == self._rank]))
+        self._report([each for each in new if each.reporter == self._rank])
         self._write([*records, *(each for repeated in findings.repeats for each in repeated.again)])
         # A corrupted copy of correct state is dropped; training itself is fine.
         live = [each for each in records if each.surface != CAPTURED]
@@ -275,7 +274,7 @@ class ReplayDriver:
     def _conclude_times(self, *, wait: bool = False) -> None:
         slow = self._times.observed(wait=wait)
         own = [each for each in slow.incidents if self._times.reports_all or each.reporter == self._rank]
-        self._guard(lambda: self._report(own))
+        self._report(own)
         self._write(slow.records)
 
     def _certify(self, step: int, compared: Compared, check: CheckCoverage) -> None:
@@ -414,12 +413,11 @@ class ReplayDriver:
         )
 
     def _report(self, own: Sequence[Incident]) -> None:
-        """Record the incidents that this rank reports; its peers have concluded the same."""
+        """Keep the incidents that this rank reports; its peers have concluded the same."""
         for each in own:
             is_slow = each.manifestation is Manifestation.STRAGGLER
             slowdown = step_slowdown(each, self._pace.steps) if is_slow else None
             self._found.append(replace(each, slowdown=slowdown))
-            self._recorder.record(self._found[-1])
 
     def _share_incidents(self, were_found: bool) -> None:
         """Pass the incidents of all ranks to ``on_incidents``, if any rank has found one."""

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torchscout.decision.records.recorder import REPLAY_FILE
 from torchscout.decision.types import Action, EvidenceRecord, Incident, Manifestation, Scope
 from torchscout.log import log
+from torchscout.run.folder import REPLAY_FILE
 from torchscout.session.reconnection import Proposal, Reconnection
 from torchscout.session.replay.driver import ReplayDriver, ReplayParts
 from torchscout.utils.private_files import make_folders, replace_text
@@ -202,9 +202,7 @@ class RecoveringReplay:
             reconnection.close()
         outage.reason = f"{reason} (first {first})" if first else reason
         incident = self._incident(outage)
-        if reporter == self._boundary.rank:
-            self._boundary.guarded(lambda: self._recorder.record(incident))
-        # Without an answer of the store it is not known who has recorded it: nobody copies it then.
+        # Without an answer of the store it is not known who reports it: every rank writes it then, alike.
         writer = self._boundary.rank if reporter is None else reporter
         self._boundary.guarded(lambda: self._on_incidents(writer, [incident]))
         self._write(outage.sentence(), is_on=False)

@@ -1,0 +1,224 @@
+"""Tells people about incidents: in the job's own output, and by a webhook such as those of Slack.
+
+Each incident has an id, by which receivers drop what is repeated, and is told once more when it is over.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import re
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
+from http.client import HTTPException
+from typing import Any
+from urllib.error import HTTPError
+from urllib.parse import urlsplit
+from urllib.request import HTTPRedirectHandler, Request, build_opener
+
+from torchscout.decision.types import Incident, Resolved, headline
+from torchscout.log import Problems
+from torchscout.run.folder import Identity
+
+__all__ = ["Poster", "Webhook", "host_of", "line_about", "message_about", "show"]
+
+_WAITING = 64
+"""Messages that wait to be posted; further ones are dropped."""
+_MOST_RANKS = 256
+_MOST_CHARACTERS = 3000
+_TEMPORARY = {408, 425, 429}
+"""HTTP errors besides 5xx after which a request is repeated."""
+_LONGEST_PAUSE_SECONDS = 60.0
+
+
+def line_about(item: Incident | Resolved, run: Identity) -> str:
+    """Return one line for the log and for messages."""
+    if isinstance(item, Incident):
+        said = headline(item)
+    elif item.recovered is not None:
+        said = f"recovered by going back to step {item.recovered}: {item.sentence}"
+    else:
+        said = f"resolved after {item.stalled_seconds:.1f} s: {item.sentence}"
+    job = f"{run.in_words}; " if run.in_words else ""
+    return f"{said} ({job}more: {run.command})"
+
+
+def message_about(item: Incident | Resolved, run: Identity) -> dict[str, Any]:
+    """Return what is posted: ``text`` for Slack, and the same as fields. It has no stacks and no records."""
+    found = {
+        "text": f"torchscout: {_escaped(line_about(item, run))}",
+        "time": datetime.now(timezone.utc).isoformat(timespec="milliseconds"),
+        "job": run.job,
+        "launcher": run.launcher,
+        "run_dir": run.run_dir,
+        "command": run.command,
+        "step": item.step,
+        "ranks": list(item.ranks[:_MOST_RANKS]),
+        "rank_count": len(item.ranks),
+        "sentence": item.sentence[:_MOST_CHARACTERS],
+    }
+    if isinstance(item, Resolved):
+        return found | {
+            "id": item.incident,
+            "state": item.state,
+            "stalled_seconds": item.stalled_seconds,
+            "recovered": item.recovered,
+        }
+    return found | {
+        "id": item.id,
+        "state": "open",
+        "manifestation": item.manifestation.value,
+        "scope": item.scope.value,
+        "hosts": list(item.hosts[:_MOST_RANKS]),
+        "action": item.action.value,
+        "surface": item.records[0].surface,
+    }
+
+
+def _escaped(text: str) -> str:
+    """Return text that Slack shows as it is: no links, no mentions, no control characters."""
+    plain = re.sub(r"[\s\x00-\x1f\x7f\u2028-\u202e\u2066-\u2069]+", " ", text)[:_MOST_CHARACTERS]
+    return plain.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+
+
+@dataclass(frozen=True, slots=True)
+class Webhook:
+    """Where incidents are posted, each by one process of the job; pass it as ``on_incident``."""
+
+    url: str
+    timeout_seconds: float = 10.0
+    attempts: int = 6
+    backoff_seconds: float = 0.25
+    """The pause after the first attempt; it doubles each time."""
+
+    def __post_init__(self) -> None:
+        """Raises ``ValueError`` for a URL that is not http or https."""
+        host_of(self.url)
+        if self.attempts < 1 or self.timeout_seconds <= 0 or self.backoff_seconds < 0:
+            given = f"{self.attempts}, {self.timeout_seconds}, {self.backoff_seconds}"
+            raise ValueError(f"attempts and seconds must be positive, got {given}")
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class Poster:
+    """Posts to a webhook in order, from a thread of its own.
+
+    What cannot be posted is tried again, then dropped, and logged once. No redirect is followed. The log
+    shows the host of the URL only, since the rest may be secret.
+    """
+
+    def __init__(self, webhook: Webhook, run: Identity) -> None:
+        self._webhook, self._run, self._pid = webhook, run, os.getpid()
+        self._problems = Problems(f"webhook at {host_of(webhook.url)}")
+        self._waiting: queue.Queue[bytes] = queue.Queue(_WAITING)
+        self._opener = build_opener(_NoRedirect)
+        self._thread: threading.Thread | None = None
+        self._closing = threading.Event()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether anything waits to be posted."""
+        return os.getpid() == self._pid and bool(self._waiting.unfinished_tasks)
+
+    def post(self, item: Incident | Resolved) -> None:
+        """Post this soon. Never waits."""
+        try:
+            self._waiting.put_nowait(json.dumps(message_about(item, self._run)).encode())
+        except queue.Full:
+            self._problems.add(["incidents are dropped, because too many wait to be posted"])
+            return
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="torchscout-webhook", daemon=True)
+            self._thread.start()
+
+    def close(self, seconds: float = 5.0) -> None:
+        """Wait until everything is posted or dropped, at most for this long."""
+        deadline = time.monotonic() + seconds
+        while self.is_busy and time.monotonic() < deadline:
+            time.sleep(0.02)
+        self._closing.set()
+
+    def _work(self) -> None:
+        while not self._closing.is_set():
+            with suppress(queue.Empty):
+                body = self._waiting.get(timeout=1.0)
+                try:
+                    self._post(body)
+                finally:
+                    self._waiting.task_done()
+
+    def _post(self, body: bytes) -> None:
+        problem: str | None = None
+        for attempt in range(1, self._webhook.attempts + 1):
+            problem, is_temporary = self._attempt(body)
+            if problem is None:
+                return
+            pause = min(self._webhook.backoff_seconds * 2 ** (attempt - 1), _LONGEST_PAUSE_SECONDS)
+            is_last = attempt == self._webhook.attempts or not is_temporary
+            if is_last or self._closing.wait(pause):
+                break
+        self._problems.add([f"an incident was not posted after {attempt} attempts: {problem}"])
+
+    def _attempt(self, body: bytes) -> tuple[str | None, bool]:
+        """Return what went wrong, and whether it may go well later."""
+        headers = {"Content-Type": "application/json", "User-Agent": "torchscout"}
+        request = Request(self._webhook.url, body, headers, method="POST")
+        try:
+            with self._opener.open(request, timeout=self._webhook.timeout_seconds):
+                return None, False
+        except HTTPError as error:
+            error.close()
+            return f"HTTP status {error.code}", error.code >= 500 or error.code in _TEMPORARY
+        except (OSError, HTTPException) as error:
+            reason = getattr(error, "reason", error)
+            detail = reason.strerror if isinstance(reason, OSError) else None
+            return detail or type(reason).__name__, True
+
+
+class _NoRedirect(HTTPRedirectHandler):
+    def redirect_request(self, *_: Any) -> None:
+        """Refuse: a POST would become a GET, and the other server may be anything."""
+
+
+def host_of(url: str) -> str:
+    """Return scheme and host; raises ``ValueError``, without the path, for what cannot be posted to."""
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ValueError(f"a webhook's URL begins with http:// or https:// and a host, not {parts.scheme!r}")
+    if parts.username is not None or parts.password is not None:
+        raise ValueError("a webhook's URL must not have a user name or a password")
+    if not url.isascii() or not url.isprintable() or " " in url:
+        raise ValueError(
+            f"the webhook's URL at {parts.hostname!r} has characters that must be percent-encoded"
+        )
+    return f"{parts.scheme}://{parts.hostname}" + ("" if parts.port is None else f":{parts.port}")
+
+
+def show(line: str, outputs: Sequence[int | str], seconds: float = 1.0) -> None:
+    """Write a line to the first of these files or descriptors that can be written to, in a thread with a time
+    limit: a pipe that nobody reads is full, and a file system may hang."""
+    thread = threading.Thread(target=_write_to_first, args=(line, outputs), daemon=True)
+    thread.start()
+    thread.join(seconds)
+
+
+def _write_to_first(line: str, outputs: Sequence[int | str]) -> None:
+    for output in outputs:
+        with suppress(OSError):
+            if isinstance(output, int):  # a regular file, whose writers share their place in it
+                os.write(output, f"{line}\n".encode())
+                return
+            # Opened anew and closed again: a pipe that is kept open would keep ``torchrun | tee`` alive.
+            file = os.open(output, os.O_WRONLY | os.O_APPEND | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+            try:
+                os.write(file, f"{line}\n".encode())
+            finally:
+                os.close(file)
+            return
