@@ -286,7 +286,7 @@ class ReplayDriver:
         self._guard(self._conclude_times)
         self._share_incidents(bool(agreed.found) or compared.is_slow)
         if self._history.is_new(FINITE, agreed.not_finite, self._communicators.size - self._rank):
-            log.warning("rank %d, step %d: %s", self._rank, step, self._history.held_up[FINITE])
+            log.warning("step %d: %s", step, self._history.held_up[FINITE])
         if not SEVERITY[agreed.severity].accepted:
             self._rotation.take_back(EXPERTS, step)
         self._guard(lambda: self._certifier.decide(step, [*highest], check))
