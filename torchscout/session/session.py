@@ -109,6 +109,7 @@ class Session:
         self._pid = os.getpid()
         self._end_once = threading.Lock()
         """Acquired once, by the thread that records how the session ended."""
+        self._has_ended = threading.Event()
         self._handled = sys.exc_info()[1]  # the program may already be in an ``except`` block
         atexit.register(self._at_exit)
         self._restore_sigterm: Callable[[], None] = lambda: None
@@ -323,6 +324,7 @@ class Session:
     def give_way(self) -> None:
         """Detach without recording an end: another session of the same job follows."""
         self._end_once.acquire(blocking=False)
+        self._has_ended.set()
         self.close()
 
     def _start_after(self, step: int) -> None:
@@ -409,6 +411,7 @@ class Session:
         and record how the program ended.
         """
         if not self._end_once.acquire(blocking=False):
+            self._has_ended.wait(_VERDICT_SECONDS)  # both by an exception and by SIGTERM
             return
         entry = self._entry
         if entry is not None and not (is_open and self._monitor is not None):
@@ -416,6 +419,7 @@ class Session:
             self._guarded(lambda: end.write(self.run_dir))
         self._guarded(last)
         self._guarded(lambda: self._log_end("ended" if is_open else how, why, certified))
+        self._has_ended.set()
 
     def _log_end(self, how: str, why: str, certified: int | None) -> None:
         incidents = list[Incident]()
