@@ -8,7 +8,19 @@ import sys
 
 import pytest
 
-from torchscout.log import Problems, log
+from torchscout.log import Problems, log, set_rank
+
+
+@pytest.fixture(autouse=True)
+def no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An earlier test of this process may have had one."""
+    monkeypatch.setattr("torchscout.log._rank", None)
+
+
+def test_a_rank_is_shown_in_every_line(caplog: pytest.LogCaptureFixture):
+    set_rank(3)
+    log.warning("it is %s", "late")
+    assert caplog.messages == ["torchscout: rank 3: it is late"]
 
 
 def test_every_message_is_one_line_with_the_prefix(caplog: pytest.LogCaptureFixture):
