@@ -216,7 +216,7 @@ class RankReport:
     """Whether the trainer's stack shows it waiting for a communication; None without a stack, or if the stack
     does not tell."""
     stack: str = ""
-    """Python stacks of the trainer, most recent call first."""
+    """Python stacks of the trainer: the main thread first, and in each the most recent call first."""
     doing: str = ""
     """What the rank was last doing, in words, if its progress has no phases (in dumps)."""
     moving: bool = False
