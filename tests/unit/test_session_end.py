@@ -102,8 +102,7 @@ def test_a_marker_that_cannot_be_written_is_a_failure_in_the_log(
     session = session_of(tmp_path)
     session.close()
     assert len(session.failures) == 1
-    assert "rank 0" in caplog.messages[-1]
-    assert "itself failed at step 3" in caplog.messages[-1]
+    assert "torchscout itself failed at step 3" in caplog.messages[-1]
 
 
 def test_a_program_that_ends_by_an_exception_has_failed(

@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
 from pathlib import Path
 
 from torchscout.config import ObserverConfig
@@ -247,9 +248,12 @@ class TrainerView:
             return "failed" if exited else "killed"
         return "interrupted" if ending is Ending.ASKED else "finished"
 
-    @property
+    @cached_property
     def why(self) -> str:
-        """Why it ended: its exception, or what is known of a lack of memory; empty if nothing is known."""
+        """Why it ended: its exception, or what is known of a lack of memory; empty if nothing is known.
+
+        Read once it has ended, before its observer writes down how.
+        """
         end = self._own_end()
         if end is not None and end.how == "failed" and end.why:
             return _short(end.why)
