@@ -4,7 +4,7 @@
 
 ``--real`` ranks train a small model on this machine with a check at every step; what a line of each file
 takes is measured there. The rest is counting, for a healthy job of ``--ranks``: checks come every
-``CHECK_SECONDS``, a line has as many surfaces as in the small model, since a check replays one layer of
+``CHECKSECONDS``, a line has as many surfaces as in the small model, since a check replays one layer of
 either, and lines are as frequent as ``SummaryRecorder`` writes them. Many peers make lines longer.
 
 The run directory that the report reads is written by ``tests.support.large_run``.
@@ -24,12 +24,13 @@ from observer import SHARED_MEMORY
 from reporting import environment, parser_of, publish
 
 from torchscout.config import ReplayConfig
-from torchscout.run.writer import _CHECKS, _SECONDS, MOST_BYTES
+from torchscout.run.writer import MOST_BYTES
+from torchscout.session.replay.summary import CHECKS, SECONDS
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 STEPS = 80
-CHECK_SECONDS = 100.0
+CHECKSECONDS = 100.0
 """A check at every 20th step of five seconds."""
 DAY = 86_400
 TENSOR_PIPELINE = 128
@@ -107,8 +108,8 @@ def measure(ranks: int) -> dict[str, Any]:
 
 def extrapolate(real: dict[str, Any], ranks: int) -> dict[str, Any]:
     """A healthy day of a large job, by counts."""
-    checks = DAY / CHECK_SECONDS
-    between = min(_CHECKS, _SECONDS / CHECK_SECONDS)
+    checks = DAY / CHECKSECONDS
+    between = min(CHECKS, SECONDS / CHECKSECONDS)
     peers = 7 * ranks // TENSOR_PIPELINE
     of_rank = checks / between * (real["surfaces_of_a_line"] * real["bytes_of_a_surface"] + peers)
     return {

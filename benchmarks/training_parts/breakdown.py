@@ -26,8 +26,9 @@ from torchscout.replay.capture.hooks import CallCapture
 from torchscout.replay.recipe import Observation
 from torchscout.replay.recipes import optimizer, process_groups, replicated_state
 from torchscout.replay.recipes.layer import LayerReplay
-from torchscout.run.writer import RunWriter, SummaryRecorder
+from torchscout.run.writer import RunWriter
 from torchscout.session.replay.driver import ReplayDriver
+from torchscout.session.replay.summary import SummaryRecorder
 from torchscout.session.replay.time_comparison import TimeComparison
 from training_parts.job import Job
 from training_parts.ledger import Ledger, Patches

@@ -15,7 +15,8 @@ from torchscout.config import StragglerConfig
 from torchscout.decision.consensus import exact
 from torchscout.decision.types import Agreements, EvidenceRecord, Manifestation, Recordable
 from torchscout.run.reader import Problem, Stamped, read
-from torchscout.run.writer import RunWriter, SummaryRecorder
+from torchscout.run.writer import RunWriter
+from torchscout.session.replay.summary import SummaryRecorder
 
 CONFIG = StragglerConfig(min_slowdown_ratio=1.1, min_slowdown_ms=1.0)
 RECORDS = Path("records") / "rank-0.jsonl"

@@ -179,10 +179,9 @@ class IncidentLog:
         """``strict`` as in ``Follower``."""
         self._folder, self._strict = Path(run_dir) / INCIDENTS_FOLDER, strict
         self._files: dict[Path, Follower] = {}
-        self._incidents: dict[str, Incident] = {}
-        self._ends: dict[str, Resolved] = {}
-        """By the id of the incident; it may be read before its incident, from another file."""
-        self._decisions: dict[tuple[str, int, str], Decision] = {}
+        self.lines: dict[tuple[object, ...], Stamped] = {}
+        """Each incident, end of an incident and decision, once. An end may be read before its incident, from
+        another file."""
 
     @classmethod
     def read(cls, run_dir: Path | str) -> IncidentLog:
@@ -196,19 +195,28 @@ class IncidentLog:
     @property
     def entries(self) -> list[tuple[Incident, Resolved | None]]:
         """What has been read so far: each incident and how it ended, None while it is open."""
-        return [(incident, self._ends.get(key)) for key, incident in self._incidents.items()]
+        return [(each.incident, each.end) for each in self.reported]
 
     @property
     def incidents(self) -> list[Incident]:
-        return [*self._incidents.values()]
+        return [each.incident for each in self.reported]
 
     @property
     def open_incidents(self) -> list[Incident]:
         return [incident for incident, end in self.entries if end is None]
 
     @property
+    def reported(self) -> list[Reported]:
+        ends = {each.item.incident: each.item for each in self.of(Resolved)}
+        return [Reported(each.item, each.time, ends.get(each.item.id)) for each in self.of(Incident)]
+
+    @property
     def decisions(self) -> list[Decision]:
-        return [*self._decisions.values()]
+        return [each.item for each in self.of(Decision)]
+
+    def of(self, kind: type[Recordable]) -> list[Any]:
+        """Return the lines of one kind."""
+        return [line for line in self.lines.values() if isinstance(line.item, kind)]
 
     def new(self) -> list[Stamped]:
         """Read on, and return the incidents that were added since the last call."""
@@ -216,18 +224,20 @@ class IncidentLog:
             self._files.setdefault(path, Follower(path, strict=self._strict))
         lines = [line for each in self._files.values() for line in each.fresh()]
         lines.sort(key=lambda line: line.time)
-        return [line for line in lines if self.add(line.item) and isinstance(line.item, Incident)]
+        return [line for line in lines if self.add(line) and isinstance(line.item, Incident)]
 
-    def add(self, item: Recordable) -> bool:
+    def add(self, line: Stamped) -> bool:
         """Add one line; return whether it is new."""
-        if isinstance(item, Incident):
-            return self._incidents.setdefault(item.id, item) is item
-        if isinstance(item, Resolved):
-            return self._ends.setdefault(item.incident, item) is item
-        if isinstance(item, Decision):
-            key = (item.incident, item.step, item.sentence)
-            return self._decisions.setdefault(key, item) is item
-        return False
+        match line.item:
+            case Incident() as item:
+                key: tuple[object, ...] = (Incident, item.id)
+            case Resolved() as item:
+                key = (Resolved, item.incident)
+            case Decision() as item:
+                key = (Decision, item.incident, item.step, item.sentence)
+            case _:
+                return False
+        return self.lines.setdefault(key, line) is line
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,23 +306,17 @@ class Run:
 
     def read_events(self) -> None:
         """Read incidents, decisions, starts, and which checkpoints could be trusted."""
-        log, times, folder = IncidentLog(self.run_dir), dict[str, float](), self.run_dir / INCIDENTS_FOLDER
+        log = IncidentLog(self.run_dir)
         try:
             found = incident_lines(self.run_dir)
         except OSError as error:
             self.note(error)
             found = []
-        for line in self.lines(folder, found):
-            item = line.item
-            if not log.add(item):
-                continue
-            if isinstance(item, Incident):
-                times[item.id] = line.time
-            elif isinstance(item, Resolved):
-                self.resolved.append((line.time, item))
-            elif isinstance(item, Decision):
-                self.decisions.append((line.time, item))
-        self.incidents = [Reported(each, times[each.id], end) for each, end in log.entries]
+        for line in self.lines(self.run_dir / INCIDENTS_FOLDER, found):
+            log.add(line)
+        self.incidents = log.reported
+        self.resolved = [(line.time, line.item) for line in log.of(Resolved)]
+        self.decisions = [(line.time, line.item) for line in log.of(Decision)]
         for line in self.lines(self.run_dir / HISTORY_FILE):
             if isinstance(line.item, Started):
                 self.starts.append((line.time, line.item))

@@ -17,12 +17,12 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from torchscout.decision.policy import RESTARTS
-from torchscout.decision.types import Action, Decision, Failure, from_json
+from torchscout.decision.types import Action, Decision, Failure, Recordable, parsed
 from torchscout.errors import RestartPlanError
 from torchscout.log import PREFIX, log
 from torchscout.utils import child_process
@@ -40,15 +40,16 @@ SCHEMA = 1
 _MAX_BYTES = 1 << 20
 _MAX_RESTARTS = 64
 """Restarts that are kept, the newest ones."""
-_MAX_TEXT = 1024
+_MAX_TEXT, _MAX_HOSTS = 1024, 1 << 17
 _LEAST_TRUST = (Failure.STRAGGLER, Failure.OTHER, Failure.HANG, Failure.MACHINES_GONE, Failure.SDC)
 """From the failure after which most checkpoints can be trusted to that with the fewest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RestartPlan:
+class RestartPlan(Recordable):
     """Why a job was restarted, and what its next workers do differently. The default is that of a new job."""
 
+    kind: ClassVar[str] = "restart_plan"
     failure: Failure = Failure.OTHER
     """Determines the checkpoint that ``session.resume()`` loads."""
     excluded: tuple[str, ...] = ()
@@ -97,25 +98,28 @@ class RestartPlan:
         return why
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "schema": SCHEMA,
-            "failure": self.failure.value,
-            "excluded": [*self.excluded],
-            "sentence": self.sentence,
-            "restarts": [each.to_json() for each in self.restarts],
-        }
+        return {"schema": SCHEMA, **Recordable.to_json(self)}
 
     @classmethod
     def from_json(cls, document: Any) -> RestartPlan:
-        """Read what ``to_json`` returned; raises ``ValueError``, ``KeyError`` or ``TypeError`` otherwise."""
+        """Read what ``to_json`` returned; raises ``ValueError`` otherwise."""
         if not isinstance(document, dict) or document.get("schema") != SCHEMA:
             raise ValueError(f"not a restart plan of version {SCHEMA}")
-        return cls(
-            failure=Failure(document["failure"]),
-            excluded=tuple(_text(each) for each in _list(document["excluded"])),
-            sentence=_text(document["sentence"]),
-            restarts=tuple(_restart(each) for each in _list(document["restarts"], _MAX_RESTARTS)),
-        )
+        if lacking := {each.name for each in fields(cls)} - document.keys():
+            raise ValueError(f"it lacks {', '.join(sorted(lacking))}")
+        plan: RestartPlan = parsed(cls, document)
+        if len(plan.restarts) > _MAX_RESTARTS or len(plan.excluded) > _MAX_HOSTS:
+            raise ValueError(f"too many restarts or machines: {len(plan.restarts)}, {len(plan.excluded)}")
+        texts = [*plan.excluded, plan.sentence]
+        for each in plan.restarts:
+            if each.action not in (*RESTARTS, Action.STOP):
+                raise ValueError(f"not a decision to restart: {each.action.value}")
+            if min(each.step, each.seconds, *each.ranks) < 0:
+                raise ValueError(f"not a step, a time or a rank: {min(each.step, each.seconds, *each.ranks)}")
+            texts += (each.sentence, *each.hosts, *each.devices)
+        if (longest := max(texts, key=len)) and len(longest) > _MAX_TEXT:
+            raise ValueError(f"a text has more than {_MAX_TEXT} characters: {longest!r:.80}")
+        return plan
 
     @staticmethod
     def path(folder: Path) -> Path:
@@ -139,7 +143,7 @@ class RestartPlan:
             raise RestartPlanError(path, f"it has more than {_MAX_BYTES} bytes")
         try:
             return cls.from_json(json.loads(content, parse_constant=_refused))
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
+        except (ValueError, RecursionError) as error:
             raise RestartPlanError(path, f"{type(error).__name__}: {error}") from error
 
     def write(self, folder: Path) -> None:
@@ -172,32 +176,8 @@ def is_same(decision: Decision, other: Decision) -> bool:
     return all(getattr(decision, name) == getattr(other, name) for name in names)
 
 
-def _restart(document: Any) -> Decision:
-    decision = from_json(document) if isinstance(document, dict) else None
-    if not isinstance(decision, Decision) or decision.action not in (*RESTARTS, Action.STOP):
-        raise ValueError(f"not a decision to restart: {document!r:.80}")
-    for number in (decision.step, decision.seconds, *decision.ranks):
-        if number < 0:
-            raise ValueError(f"not a step, a time or a rank: {number}")
-    for text in (decision.sentence, *decision.hosts, *decision.devices):
-        _text(text)
-    return decision
-
-
 def _refused(constant: str) -> float:
     raise ValueError(f"{constant} is not a number")
-
-
-def _text(value: Any) -> str:
-    if not isinstance(value, str) or len(value) > _MAX_TEXT:
-        raise ValueError(f"not a text of at most {_MAX_TEXT} characters: {value!r:.80}")
-    return value
-
-
-def _list(value: Any, most: int = 1 << 17) -> list[Any]:
-    if not isinstance(value, list) or len(value) > most:
-        raise ValueError(f"not a list of at most {most} entries: {value!r:.80}")
-    return value
 
 
 _started: list[subprocess.Popen[bytes]] = []

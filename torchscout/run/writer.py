@@ -14,21 +14,15 @@ import json
 import os
 import time
 from collections import deque
-from collections.abc import Callable
-from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
-from torchscout.config import StragglerConfig
 from torchscout.decision.types import (
     SCHEMA,
-    Agreement,
     Agreements,
     Decision,
     EvidenceRecord,
     Incident,
-    Manifestation,
     Recordable,
     Resolved,
     Started,
@@ -37,18 +31,12 @@ from torchscout.decision.types import (
 from torchscout.run.folder import HISTORY_FILE, INCIDENTS_FOLDER, RECORDS_FOLDER
 from torchscout.utils.private_files import make_folders, open_file
 
-__all__ = ["MOST_BYTES", "Recorder", "RunWriter", "SummaryRecorder", "line_of", "record_one"]
+__all__ = ["MOST_BYTES", "Recorder", "RunWriter", "line_of", "record_one"]
 
 _MOST_WAITING = 256
 """Lines that wait while the disk is full; older ones are dropped."""
 MOST_BYTES = 16 << 20
 """The size of a file. The line that fills it may exceed that."""
-_CHECKS = 100
-"""Counts are written after this many checks; at first sooner, so that a short job writes some."""
-_SECONDS = 600.0
-"""Counts are written after this time."""
-_MOST = 1000
-"""At most this many counts are kept, besides those of one check."""
 
 
 def line_of(item: Recordable) -> bytes:
@@ -161,70 +149,3 @@ class _LineFile:
 def _is_cut(file: int) -> bool:
     size = os.fstat(file).st_size
     return bool(size) and os.pread(file, 1, size - 1) != b"\n"
-
-
-class SummaryRecorder:
-    """Writes findings at once, and counts of all other comparisons from time to time.
-
-    A process that is killed loses the counts since then.
-    """
-
-    def __init__(
-        self, recorder: Recorder, config: StragglerConfig, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        """``config`` decides which differences of times are findings."""
-        self._recorder, self._config, self._clock = recorder, config, clock
-        self._counts: dict[tuple[Any, ...], tuple[tuple[int, ...], Agreement]] = {}
-        """By what was compared among which peers; with the peers."""
-        self._step: int | None = None
-        self._checks, self._enough = 0, 1
-        self._since = clock()
-
-    def record(self, item: Recordable) -> None:
-        if not isinstance(item, EvidenceRecord) or _has_finding(item, self._config):
-            self._recorder.record(item)
-            return
-        complete = self._taken() if item.step != self._step and self._is_time() else []
-        self._checks += item.step != self._step
-        self._step = item.step
-        what = {name: getattr(item, name) for name in ("surface", "manifestation", "layer", "mode")}
-        key = (item.peers, *what.values())
-        _, known = self._counts.get(key, (None, Agreement(**what, count=0, first=item.step, last=item.step)))
-        self._counts[key] = item.peers, replace(known, count=known.count + 1, last=item.step)
-        self._write(complete)  # last: it may fail
-
-    def close(self) -> None:
-        try:
-            self._write(self._taken())
-        finally:
-            self._recorder.close()
-
-    def _is_time(self) -> bool:
-        """Called at the beginning of a check, so that lines contain whole checks."""
-        is_late = self._clock() - self._since >= _SECONDS
-        return self._checks >= self._enough or is_late or len(self._counts) >= _MOST
-
-    def _taken(self) -> list[Agreements]:
-        by_peers: dict[tuple[int, ...], list[Agreement]] = {}
-        for peers, each in self._counts.values():
-            by_peers.setdefault(peers, []).append(each)
-        self._counts, self._checks, self._since = {}, 0, self._clock()
-        self._enough = min(2 * self._enough, _CHECKS)
-        return [Agreements(peers=peers, surfaces=tuple(each)) for peers, each in by_peers.items()]
-
-    def _write(self, lines: list[Agreements]) -> None:
-        with ExitStack() as writes:  # writes all lines, even if one fails
-            for each in lines:
-                writes.callback(self._recorder.record, each)
-
-
-def _has_finding(record: EvidenceRecord, config: StragglerConfig) -> bool:
-    """Whether peers disagreed, or nothing was compared; times must differ materially."""
-    if record.verdict is None or record.verdict.agrees:
-        return record.verdict is None
-    if record.manifestation is not Manifestation.STRAGGLER:
-        return True
-    from torchscout.decision.timings import PeerTimes  # not above: observers need no NumPy
-
-    times = PeerTimes.of(record, config)
-    return times is None or bool(times.slower())

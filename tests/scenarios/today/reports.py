@@ -40,8 +40,9 @@ from torchscout.preflight.runner import Preflight
 from torchscout.preflight.workload import Workload
 from torchscout.run.folder import End, RankEntry
 from torchscout.run.restart import RestartPlan
-from torchscout.run.writer import RunWriter, SummaryRecorder, record_one
+from torchscout.run.writer import RunWriter, record_one
 from torchscout.session.ending import add_run, mark_recovered
+from torchscout.session.replay.summary import SummaryRecorder
 from torchscout.utils.identity import HOST_VARIABLES
 
 if TYPE_CHECKING:

@@ -30,7 +30,7 @@ from torchscout.replay.replayer import Replayer
 from torchscout.replay.schedule import Rotation
 from torchscout.replay.sweep import sweep
 from torchscout.replay.verdicts import Findings
-from torchscout.run.writer import Recorder, SummaryRecorder
+from torchscout.run.writer import Recorder
 from torchscout.session.boundary import Boundary
 from torchscout.session.checkpoints.certifier import Certifier, trust_in
 from torchscout.session.checkpoints.promotion import CheckCoverage
@@ -40,6 +40,7 @@ from torchscout.session.replay.check_history import CheckHistory
 from torchscout.session.replay.coverage import Covered, RecipeCycle, covered_by, unwatched
 from torchscout.session.replay.pace import EXPERTS, Pace, PaceVote
 from torchscout.session.replay.settings import ReplaySettings
+from torchscout.session.replay.summary import SummaryRecorder
 from torchscout.session.replay.time_comparison import Compared, TimeComparison
 
 __all__ = ["ReplayDriver", "ReplayParts"]
