@@ -17,6 +17,7 @@ import pytest
 from tests.support.mutation import bytes_mutant, document_mutant, text_mutant, tried
 from tests.unit.test_gate import train
 from tests.unit.test_record import AGREEMENTS, EVIDENCE, INCIDENT, NOT_CHECKED, RESOLVED, TIMES
+from tests.unit.test_report import write_run
 from torchscout.checkpoint.storage.owner import Owner, refusal
 from torchscout.checkpoint.storage.shard_format import Blob, ShardIdentity, decode, encode
 from torchscout.checkpoint.trust import ledger
@@ -28,9 +29,10 @@ from torchscout.errors import CheckpointError, TornRecordError
 from torchscout.observer.record.reader import ProgressReader
 from torchscout.observer.record.writer import ProgressWriter
 from torchscout.observer.rounds import protocol
+from torchscout.report.document import documented
 from torchscout.report.standing import standing
 from torchscout.run.folder import End, RankEntry, read_ends, read_roster
-from torchscout.run.reader import read
+from torchscout.run.reader import IncidentLog, read, read_run
 from torchscout.run.writer import RunWriter
 
 
@@ -63,6 +65,24 @@ def test_records(tmp_path: Path):
             assert str(line)
 
     tried(attempt, (), corpus=(460,))
+
+
+def test_run_directories(tmp_path: Path):
+    """Whatever is in the files about incidents, the rest of the run is read and shown."""
+    write_run(tmp_path)
+    files = sorted((tmp_path / "incidents").iterdir())
+    lines = [json.loads(line) for path in files for line in path.read_text().splitlines()]
+    damaged = tmp_path / "incidents" / "observer-0.jsonl"
+
+    def attempt(chance: random.Random) -> None:
+        damaged.write_bytes(text_mutant(chance, chance.choice(lines)) + b"\n"[chance.randrange(2) :])
+        run = read_run(tmp_path)
+        assert len(run.incidents) >= 2
+        assert len(IncidentLog.read(tmp_path).incidents) >= 2
+        if chance.random() < 0.02:  # it takes long
+            assert json.dumps(documented(tmp_path))
+
+    tried(attempt, ())
 
 
 def test_rosters(tmp_path: Path):

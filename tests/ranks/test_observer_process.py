@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 import shutil
@@ -18,6 +19,7 @@ from typing import Any
 import pytest
 
 import torchscout
+from tests.support.http_server import http_server
 from tests.support.small_job import QUICK, SmallJob, small_job, until
 from torchscout.decision.progress import Phase
 from torchscout.decision.types import Incident, Resolved
@@ -28,6 +30,7 @@ from torchscout.observer.handle import ObserverHandle, launch
 from torchscout.observer.record.writer import ProgressWriter
 from torchscout.observer.spec import ObserverSpec, describe_mesh
 from torchscout.run.folder import Identity
+from torchscout.run.notify import Webhook
 from torchscout.utils.network import new_token
 from torchscout.utils.procfs import is_running
 
@@ -76,6 +79,35 @@ def test_a_healthy_job_is_silent_and_a_late_rank_is_named_until_it_moves(tmp_pat
         assert len(job.lines()) == 2
         assert sorted(path.name for path in tmp_path.iterdir()) == ["ends", "incidents", "observers"]
         assert list((tmp_path / "observers").iterdir()) == []
+
+
+@pytest.mark.long
+def test_a_hang_is_posted_and_once_more_when_it_is_resolved(tmp_path: Path):
+    with (
+        http_server(lambda number: 503 if number < 3 else 200) as received,
+        small_job(3, tmp_path, webhook=Webhook(received.url)) as job,
+    ):
+        job.order(1, do="sleep", seconds=4.0)
+        until(lambda: len(job.lines()) == 2, "it is resolved")
+        until(lambda: len(received.bodies) == 4, "both are posted")
+        incident, end = job.lines()
+    *_, posted, resolved = map(json.loads, received.bodies)
+    assert (posted["id"], posted["state"], posted["ranks"]) == (incident.id, "open", [1])
+    assert (resolved["id"], resolved["state"], end.incident) == (incident.id, "resolved", incident.id)
+
+
+@pytest.mark.long
+def test_observers_outlive_whoever_ends_the_whole_job(tmp_path: Path):
+    """A launcher sends a signal to all processes of the job when one has died."""
+    with small_job(3, tmp_path, min_silence_seconds=60.0) as job:
+        job.trainers[1].kill()
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            for observer in job.observers:
+                os.kill(observer, number)
+        assert incident_of(job).ranks == (1,)
+        for other in (0, 2):
+            job.trainers[other].kill()
+        until(lambda: not any(map(is_running, job.observers)), "the observers leave by themselves")
 
 
 @pytest.mark.long
@@ -335,7 +367,8 @@ def test_an_observer_that_dies_is_started_again_where_it_was_and_not_for_ever(
     observer = launch(assignment)
     port = observer.port
     observer.configure([("127.0.0.1", port)])
-    observer.keep_alive()
+    lost: list[ObserverError] = []
+    observer.keep_alive(lost.append)
     try:
         for times in (1, 2, 3):
             os.kill(observer.pid, signal.SIGKILL)
@@ -343,10 +376,11 @@ def test_an_observer_that_dies_is_started_again_where_it_was_and_not_for_ever(
             assert observer.status(timeout=20)["config"]["min_silence_seconds"] == QUICK.min_silence_seconds
             assert observer.port == port
             until(lambda: observer.status(timeout=20)["connected"] == [True], "it reaches its hub")
+        assert (lost, observer.is_lost) == ([], False)
         os.kill(observer.pid, signal.SIGKILL)
-        until(lambda: not observer.is_running, "it is gone")
-        time.sleep(1.0)
+        until(lambda: observer.is_lost, "it is not started again")
         assert not observer.is_running
+        assert "not watched for hangs any more" in str(lost[0])
         with pytest.raises(ObserverError, match="is gone"):
             observer.status()
     finally:

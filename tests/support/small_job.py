@@ -31,6 +31,7 @@ from torchscout.observer.handle import launch
 from torchscout.observer.record.writer import ProgressWriter
 from torchscout.observer.spec import ObserverSpec, describe_mesh, hub_ranks, relayed_with
 from torchscout.run.folder import Identity
+from torchscout.run.notify import Webhook
 from torchscout.run.reader import Stamped, incident_lines, read
 from torchscout.utils.network import new_token
 
@@ -54,9 +55,11 @@ class SmallJob:
         config: ObserverConfig,
         hosts: list[str] | None,
         variables: Mapping[str, str],
+        webhook: Webhook | None = None,
     ) -> None:
         from torchscout.mesh import Mesh
 
+        self._webhook = webhook
         self.size, self.run_dir, self.config = size, run_dir, config
         self.steps = [0] * size
         """Exchanges each trainer has entered."""
@@ -130,6 +133,7 @@ class SmallJob:
                 hub=place,
                 mesh=None if place is None else self._mesh,
                 machine=relayed_with(rank, self._mesh["hosts"], self.config.min_relayed_ranks),
+                webhook=self._webhook,
             ).to_json(),
         }
         command = [sys.executable, "-m", "tests.support.small_job", str(there.fileno())]
@@ -180,10 +184,11 @@ def small_job(
     *,
     hosts: list[str] | None = None,
     variables: Mapping[str, str] = MappingProxyType({}),
+    webhook: Webhook | None = None,
     **changes: Any,
 ) -> Iterator[SmallJob]:
     """Start a job; ``variables`` are its environment, ``changes`` its observers' settings."""
-    job = SmallJob(size, run_dir, replace(QUICK, **changes), hosts, variables)
+    job = SmallJob(size, run_dir, replace(QUICK, **changes), hosts, variables, webhook)
     try:
         job.start()
         until(lambda: min(job.steps) > 3, "the job makes its first steps")

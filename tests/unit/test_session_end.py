@@ -13,6 +13,7 @@ from tests.unit.test_incidents import job
 from tests.unit.test_record import INCIDENT
 from torchscout.run.folder import End, RankEntry, read_ends
 from torchscout.session.boundary import Boundary
+from torchscout.session.ending import closing_line
 from torchscout.session.incidents import Incidents
 from torchscout.session.session import Parts, Session
 
@@ -51,6 +52,14 @@ def test_incidents_are_counted_in_the_last_line(tmp_path: Path, caplog: pytest.L
     report(session)
     session.close()
     assert "1 sdc" in caplog.messages[-1]
+
+
+def test_the_last_line_of_a_rank_that_was_not_watched_to_the_end_says_so():
+    quiet = closing_line("finished", 40, [], None, is_unwatched=True)
+    assert "no incidents known" in quiet
+    assert "not watched for hangs to the end" in quiet
+    assert "1 sdc" in closing_line("finished", 40, [INCIDENT], None, is_unwatched=True)
+    assert "not watched" not in closing_line("finished", 40, [], None)
 
 
 ENDS = [
