@@ -119,9 +119,9 @@ def extrapolate(real: dict[str, Any], ranks: int) -> dict[str, Any]:
         "records": round(of_rank * ranks),
         "history": round(checks * real["trust_bytes_of_a_check"]),
         "roster": real["entry_bytes"] * ranks,
-        "most_records_of_a_rank": 2 * MOST_BYTES,
-        "most_records": 2 * MOST_BYTES * ranks,
-        "days_until_then": round(2 * MOST_BYTES / of_rank, 1),
+        "most_records_of_a_rank": 3 * MOST_BYTES,
+        "most_records": 3 * MOST_BYTES * ranks,
+        "days_until_then": round(3 * MOST_BYTES / of_rank, 1),
     }
 
 

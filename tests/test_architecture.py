@@ -27,7 +27,7 @@ FLOORS = {
     "adapters": {"ground", "decision", "c3", "collectives", "experts", "replay", "checkpoint"},
 }
 FLOORS["session"] = set(FLOORS)
-FLOORS["metrics"] = {"ground", "decision", "session"}
+FLOORS["metrics"] = {"ground", "decision", "run", "session"}
 FLOORS["attach"] = set(FLOORS)
 FLOORS["launch"] = set(FLOORS)
 FLOORS["report"] = {"ground", "decision", "run", "observer"}

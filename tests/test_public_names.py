@@ -29,6 +29,7 @@ PUBLIC = [
     "Session",
     "Status",
     "Verdict",
+    "Webhook",
     "enable_resiliency",
     "signature",
     "signatures",

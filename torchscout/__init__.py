@@ -48,6 +48,7 @@ _MODULES = {
     "c3.signature": ("signature", "signatures"),
     "errors": ("ScoutError",),
     "mesh": ("Mesh", "MeshAddress", "PeerGroup"),
+    "run.notify": ("Webhook",),
     "session.session": ("Session",),
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names}
@@ -70,6 +71,7 @@ __all__ = [
     "Session",
     "Status",
     "Verdict",
+    "Webhook",
     "enable_resiliency",
     "signature",
     "signatures",

@@ -12,10 +12,9 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn.parallel import DistributedDataParallel
 
-from torchscout import enable_resiliency
+from torchscout import Webhook, enable_resiliency
 from torchscout.config import MetricsConfig
 from torchscout.metrics.export import export_metrics
-from torchscout.run.notify import Webhook
 
 VICTIM, STEP = 2, 20
 EXCEPTION = "bad batch 17"

@@ -35,7 +35,7 @@ __all__ = ["MOST_BYTES", "Recorder", "RunWriter", "line_of", "record_one"]
 
 _MOST_WAITING = 256
 """Lines that wait while the disk is full; older ones are dropped."""
-MOST_BYTES = 16 << 20
+MOST_BYTES = 10 << 20
 """The size of a file. The line that fills it may exceed that."""
 
 
