@@ -36,6 +36,7 @@ from torchscout.decision.types import Action, EvidenceRecord, Incident, Manifest
 from torchscout.mesh import Mesh
 from torchscout.observer.late_decision import LateDecision
 from torchscout.observer.spec import ObserverSpec
+from torchscout.run.folder import Identity
 from torchscout.run.reader import IncidentLog
 from torchscout.run.restart import RestartPlan
 from torchscout.session import recovery
@@ -158,7 +159,8 @@ def agreed(seen: Seen, folder: Path, permissions: Sequence[Collection[str]]) -> 
 
 def _worker(machines: Sequence[str], folder: Path, life: int, history: History | SimpleNamespace) -> Recovery:
     costs = {} if history.restart_costs is None else {"restart_seconds": history.restart_costs}
-    job = Job(0, Mesh.grid(replica=len(machines), hosts=machines), machines, "t" * 16, folder / f"run-{life}")
+    run = Identity(str(folder / f"run-{life}"))
+    job = Job(0, Mesh.grid(replica=len(machines), hosts=machines), machines, "t" * 16, run)
     checkpoints = SimpleNamespace(has_verified=lambda: history.has_verified)
     config = RecoveryConfig(act=tuple(history.act), **costs)
     return Recovery(job, config, RestartPlan.read(folder), folder, checkpoints)  # type: ignore[arg-type]
@@ -180,7 +182,7 @@ def _handled_by_observer(worker: Recovery, incident: Incident) -> str:
         rank=incident.logged_by,
         size=len(worker.job.hosts),
         record="/record",
-        run_dir=str(worker.job.run_dir),
+        run=worker.job.run,
         token=worker.job.token,
         config=ObserverConfig(),
         recovery=worker.config,
