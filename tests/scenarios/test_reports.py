@@ -36,6 +36,8 @@ class Run:
     ranks: Sequence[Rank]
     incidents: Sequence[tuple[str, str]] = ()
     """Kind of an incident, and whether it is open, resolved or recovered from."""
+    heard: str = ""
+    """When rank 0 was last heard of: ``now`` or ``an hour ago``."""
 
 
 class Status(NamedTuple):
@@ -44,8 +46,8 @@ class Status(NamedTuple):
     state: str | None
 
 
-def run(*ranks: Rank, incident: tuple[str, str] | None = None) -> Run:
-    return Run(ranks, () if incident is None else (incident,))
+def run(*ranks: Rank, incident: tuple[str, str] | None = None, heard: str = "") -> Run:
+    return Run(ranks, () if incident is None else (incident,), heard)
 
 
 FINISHED, INTERRUPTED, FAILED, KILLED = map(Rank, ("finished", "interrupted", "failed", "killed"))
@@ -83,6 +85,26 @@ STATES = [
         "all ranks are on other machines, and nothing says whether they still run",
         run(ELSEWHERE, ELSEWHERE),
         NOT_KNOWN,
+    ),
+    Row(
+        "all ranks are on other machines, and rank 0 was heard of a moment ago",
+        run(ELSEWHERE, ELSEWHERE, heard="now"),
+        Status("healthy", "running"),
+    ),
+    Row(
+        "all ranks are on other machines, and rank 0 was heard of an hour ago",
+        run(ELSEWHERE, ELSEWHERE, heard="an hour ago"),
+        NOT_KNOWN,
+    ),
+    Row(
+        "rank 0 was heard of a moment ago, and another rank was killed",
+        run(ELSEWHERE, Rank("killed", elsewhere=True), heard="now"),
+        Status("unhealthy", "killed"),
+    ),
+    Row(
+        "rank 0 was heard of a moment ago, and an incident is open",
+        run(ELSEWHERE, ELSEWHERE, incident=("hang", "open"), heard="now"),
+        Status("unhealthy", "running"),
     ),
     Row(
         "a rank finished here, and nothing says what became of the one on another machine",

@@ -90,7 +90,7 @@ def examined(folder: Path) -> dict[str, Any]:
     own, *others = runs = [*map(Run, (folder, *runs_of(folder)))]
     for run in runs:
         run.read_events()
-    # Also of a dry run: then the launcher carries the decisions out. The plan has those that were carried out.
+    # Also those of a dry run: then the launcher carries them out. The plan has the others.
     logged = [
         Said(decision, run.run_dir, run, time)
         for run in (*others, own)
@@ -130,8 +130,8 @@ def examined(folder: Path) -> dict[str, Any]:
 
 
 def _of_plan(decision: Decision, plan: RestartPlan, path: Path, runs: Iterable[Run]) -> Said:
-    """A decision in a plan, which has no time: that is in the run directory of its run. Machines that a person
-    has removed from the plan are left out."""
+    """A decision in a plan, with its time, which only the directory of its run has; without the machines that
+    a person has removed from the plan."""
     made = ((run, time) for run in runs for time, each in run.decisions if is_same(each, decision))
     run, time = next(made, (None, math.inf))
     if decision.action is Action.REPLACE:
