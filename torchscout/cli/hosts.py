@@ -47,10 +47,11 @@ def hosts(
     as_json: AsJson = False,
     output: Output = None,
 ) -> None:
-    """List the machines that the recovery policy decided to replace.
+    """List the machines that the recovery policy decided to replace, unless a later run has finished on them.
 
     The exit status is 0 if there are none, 3 if there are some, and 4 if the policy stopped the job, which
-    should not be started again before a person has looked.
+    should not be started again before a person has looked. With --json, it says which restart plan or run
+    directory excludes a machine.
     """
     with refusing("DIR", OSError, RestartPlanError):
         report = examined(folder)
@@ -132,8 +133,8 @@ def examined(folder: Path) -> dict[str, Any]:
 def _of_plan(decision: Decision, plan: RestartPlan, path: Path, runs: Iterable[Run]) -> Said:
     """A decision in a plan, with its time, which only the directory of its run has; without the machines that
     a person has removed from the plan."""
-    made = ((run, time) for run in runs for time, each in run.decisions if is_same(each, decision))
-    run, time = next(made, (None, math.inf))
+    made = [(run, time) for run in runs for time, each in run.decisions if is_same(each, decision)]
+    run, time = max(made, key=lambda each: each[1], default=(None, math.inf))
     if decision.action is Action.REPLACE:
         decision = replace(decision, hosts=tuple(host for host in decision.hosts if host in plan.excluded))
     return Said(decision, path, run, time)

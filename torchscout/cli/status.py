@@ -31,7 +31,7 @@ def status(
         bool, typer.Option("--watch", help="Refresh every 2 seconds until the job ends.")
     ] = False,
 ) -> None:
-    """Show whether a job is running, finished, interrupted, failed or killed, and its incidents.
+    """Show the incidents of a job, and whether it is running, finished, interrupted, failed or killed.
 
     The exit status is 0 if the job is healthy, 1 if incidents are open or a rank failed or was killed, and 2
     if that is unknown. ``scout watch`` shows more, and follows the job.
