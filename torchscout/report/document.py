@@ -51,7 +51,9 @@ def document_of(run: Run, records: Comparisons) -> dict[str, Any]:
         "incidents": incidents,
         "decisions": [each.to_json() for _, each in run.decisions],
         "timeline": _timeline(run),
-        "trust": _thinned([_trust(time, each) for time, each in run.trust]),
+        "trust": _thinned(
+            [[time, t.step, t.latest, t.candidate, t.verified, t.poisoned] for time, t in run.trust]
+        ),
         "strips": _strips(compared),
         "coverage": _coverage(compared),
         "not_checked": _not_checked(compared, size),
@@ -203,10 +205,6 @@ def _timeline(run: Run) -> list[dict[str, Any]]:
         about = numbers.get(decision.incident)
         add(time, decision.step, "decision", f"{kept}{decision.sentence}", about)
     return sorted(events, key=lambda event: event["time"])[-_MOST_EVENTS:]
-
-
-def _trust(time: float, trust: Any) -> list[float | int | None]:
-    return [time, trust.step, trust.latest, trust.candidate, trust.verified, trust.poisoned]
 
 
 def _thinned(points: list[Any]) -> list[Any]:

@@ -6,7 +6,6 @@ ranks and their records, which take long to read in a large job, are read in the
 
 from __future__ import annotations
 
-import json
 import secrets
 import threading
 import time
@@ -41,7 +40,6 @@ class LiveRun:
         self._read: list[tuple[Run, Any]] = []
         self._run = Run(run_dir)
         self._document: dict[str, Any] = {}
-        self._texts: dict[str, str] = {}
         self._changed: dict[str, int] = {}
         """The version in which each part of the document changed last."""
         self._version, self._epoch = 0, secrets.token_hex(4)
@@ -63,19 +61,17 @@ class LiveRun:
 
     def _refresh(self) -> None:
         read = [each.read() for each in (self._ranks, self._events, self._records)]
+        document = self._document
         # By identity: what was not read again is the same object.
-        is_new = [*map(id, read)] != [*map(id, self._read)]
-        if is_new:
+        if [*map(id, read)] != [*map(id, self._read)]:
             self._read, (*_, (_, compared)) = read, read
             self._run = _joined(*(run for run, _ in read))
-            self._document = document_of(self._run, compared)
-        self._document["now"] = overview(job_state(self._run))
-        # The document of a large job takes long to write; most often only this part has changed.
-        texts = {name: json.dumps(self._document[name]) for name in (self._document if is_new else ["now"])}
-        if changed := [name for name, text in texts.items() if self._texts.get(name) != text]:
+            document = document_of(self._run, compared)
+        document = {**document, "now": overview(job_state(self._run))}
+        if changed := [name for name, part in document.items() if self._document.get(name) != part]:
             self._version += 1
             self._changed |= dict.fromkeys(changed, self._version)
-            self._texts |= texts
+        self._document = document
 
 
 def _joined(ranks: Run, events: Run, records: Run) -> Run:
