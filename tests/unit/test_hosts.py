@@ -144,6 +144,14 @@ def test_runs_of_the_same_checkpoints_count(tmp_path: Path):
     assert ask(tmp_path) == (3, "node-7\n")
 
 
+def test_a_machine_that_a_plan_excludes_without_a_decision_stays_excluded(tmp_path: Path):
+    """A person or an agent has added it; that it was restarted on before says nothing."""
+    restart = replace(replacing("node-3"), action=Action.RESTART)
+    replace(RestartPlan().after(restart), excluded=("node-3",)).write(tmp_path)
+    add_run(tmp_path, ran(tmp_path / "run", restart))
+    assert ask(tmp_path) == (3, "node-3\n")
+
+
 def test_a_run_that_cannot_be_read_is_no_reason_to_use_all_machines(tmp_path: Path):
     (tmp_path / "incidents" / "rank-0.jsonl").mkdir(parents=True)
     assert ask(tmp_path)[0] == 2

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import replace
 from enum import Enum
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -104,7 +105,8 @@ def examined(folder: Path) -> dict[str, Any]:
     if unread := next((run.unread for run in runs if run.unread), ""):
         raise ValueError(unread)
     finished = [run for run in runs if run.has_finished]
-    decided = {host for each in planned for host in each.decision.hosts}
+    replaced = (each.decision.hosts for each in planned if each.decision.action is Action.REPLACE)
+    decided = set(chain.from_iterable(replaced))
     excluded = {host: (why, path) for host, why in plan.reasons().items() if host not in decided}
     preflight, last = dict[str, str](), None
     for each in (*planned, *logged):
