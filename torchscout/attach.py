@@ -42,7 +42,7 @@ from torchscout.decision.progress import Phase
 from torchscout.decision.types import Incident
 from torchscout.errors import CatalogError, ScoutError
 from torchscout.experts.coverage import Rows
-from torchscout.log import show_by_default
+from torchscout.log import set_rank, show_by_default
 from torchscout.mesh import LayerKind, Mesh
 from torchscout.observer.device import device_of
 from torchscout.observer.monitor import HangMonitor, start_monitor
@@ -221,6 +221,7 @@ def _agree(adapter: Adapter, communicators: Communicators, run_dir: Path | str |
     default = f"scout-run-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
     device = device_of(stages_of(adapter.model))
     name = "" if device is None else device_name(torch.cuda.get_device_properties(device))
+    set_rank(dist.get_rank())
     fact: dict[str, Any] = {"host": host_name(), "device": name}
     if dist.get_rank() == 0:  # what ranks send alike travels once
         folder = str(Path(run_dir or default).absolute())
@@ -293,7 +294,7 @@ def _monitor(
         "webhook": webhook,
     }
     try:
-        monitor = start_monitor(base.job, config, base.communicators, **settings)
+        monitor = start_monitor(base.job, config, base.communicators, base.boundary.failed, **settings)
     except ScoutError as error:
         base.boundary.failed(error, is_shared=True)
         return None

@@ -1,7 +1,7 @@
-"""The log of torchscout: one logger, one prefix, and one line for each message.
+"""The log of torchscout: one logger, one prefix with the rank, and one line for each message.
 
-A program that does not configure logging sees messages from INFO on, on standard error. Any other program
-configures this logger as usual: ``logging.getLogger("torchscout").setLevel(logging.WARNING)``.
+A program that does not configure logging sees messages from INFO on, with the time, on standard error. Any
+other program configures this logger as usual: ``logging.getLogger("torchscout").setLevel(logging.WARNING)``.
 """
 
 from __future__ import annotations
@@ -9,12 +9,15 @@ from __future__ import annotations
 import logging
 import re
 import sys
+import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 
-__all__ = ["PREFIX", "Problems", "log", "show_by_default"]
+__all__ = ["PREFIX", "Problems", "log", "set_rank", "show_by_default", "timed"]
 
 PREFIX = "torchscout:"
+_TIME = "%Y-%m-%d %H:%M:%S"
+_rank: int | None = None
 log = logging.getLogger("torchscout")
 
 
@@ -27,7 +30,8 @@ class _OneLine(logging.Filter):
             kind, error, _ = record.exc_info
             message += f": {'' if kind is None else kind.__name__}: {' '.join(str(error).split())}"
             record.exc_info = None
-        record.msg = message if message.startswith(PREFIX) else f"{PREFIX} {message}"
+        prefix = PREFIX if _rank is None else f"{PREFIX} rank {_rank}:"
+        record.msg = message if message.startswith(PREFIX) else f"{prefix} {message}"
         record.args = ()
         return True
 
@@ -41,10 +45,23 @@ class _WithoutSetup(logging.StreamHandler):  # type: ignore[type-arg]
             super().emit(record)
 
 
+def set_rank(rank: int) -> None:
+    """Show this rank in every line of this process from now on."""
+    global _rank  # noqa: PLW0603  as logging itself, which belongs to the process
+    _rank = rank
+
+
+def timed(message: str) -> str:
+    """Return a line as the log shows it, for processes that have no log."""
+    return f"{time.strftime(_TIME)} {PREFIX} {message}"
+
+
 def show_by_default() -> None:
     """Show messages in a program that has not configured logging. Idempotent."""
     if not log.hasHandlers():
-        log.addHandler(_WithoutSetup())
+        handler = _WithoutSetup()
+        handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", _TIME))
+        log.addHandler(handler)
         if log.level == logging.NOTSET:
             log.setLevel(logging.INFO)
 

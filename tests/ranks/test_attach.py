@@ -299,7 +299,7 @@ def test_a_script_under_torchrun_needs_no_guard_and_no_close(
     assert [[*each.ranks] for each in IncidentLog.read(run_dir).incidents] == named
     found = read_ends(run_dir)
     assert {end.how for end in found.values()} <= ends
-    assert "torchscout: attached to 2 ranks" in done.stderr
+    assert "torchscout: rank 0: attached to 2 ranks" in done.stderr
     if how == "raise":
         assert (found[1].how, found[1].why) == ("failed", "RuntimeError: the user's own mistake")
         assert "torchscout: rank 1: failed after step 2 by RuntimeError" in done.stderr

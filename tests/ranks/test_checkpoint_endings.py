@@ -171,6 +171,6 @@ def test_a_script_that_ends_without_close_is_on_disk_though_it_has_one_rank(tmp_
 
     first = printed()
     assert "resumed 0\nlatest 2\n" in first
-    assert f"torchscout: the checkpoint of step 4 is in {tmp_path / 'checkpoints'}" in first
+    assert f"torchscout: rank 0: the checkpoint of step 4 is in {tmp_path / 'checkpoints'}" in first
     shutil.rmtree(tmp_path / "memory")
     assert "resumed 4\n" in printed()

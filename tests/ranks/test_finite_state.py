@@ -19,8 +19,7 @@ from tests.support.ranks import run_ranks
 from torchscout import CheckpointConfig, ReplayConfig, enable_resiliency
 from torchscout.log import log
 from torchscout.replay.finite import FINITE
-from torchscout.report.document import document_of
-from torchscout.run.reader import read_run
+from torchscout.report.document import documented
 
 STEPS, BAD_STEP = 6, 4
 LAST_GOOD = {BAD_STEP - 1, BAD_STEP - 2}
@@ -95,12 +94,8 @@ def test_infinity_in_a_slot_on_all_replicas_is_not_certified(tmp_path: Path):
         assert incidents == [], "no rank is at fault"
     said = [[each for each in texts if "NaN or infinity in" in each] for _, _, texts in answers]
     assert [len(each) for each in said] == [1, 0], "once in the job"
-    assert f"rank 0, step {BAD_STEP}: NaN or infinity in" in said[0][0]
-    shown = [
-        each
-        for each in document_of(read_run(tmp_path / "run"))["not_checked"]
-        if each["surfaces"] == [FINITE]
-    ]
+    assert f"rank 0: step {BAD_STEP}: NaN or infinity in" in said[0][0]
+    shown = [each for each in documented(tmp_path / "run")["not_checked"] if each["surfaces"] == [FINITE]]
     assert [(each["first"], each["last"], each["ranks"]) for each in shown] == [(BAD_STEP, STEPS, [[0, 1]])]
 
 

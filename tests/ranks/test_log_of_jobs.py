@@ -59,7 +59,7 @@ def test_the_log_of_a_healthy_job_is_short_and_complete(tmp_path: Path):
     lines, others = lines_of(tmp_path, 0), lines_of(tmp_path, 1)
     assert others == []
     assert len(lines) <= MOST_LINES, lines
-    assert all(line.startswith("torchscout: ") for line in lines), lines
+    assert all("torchscout: rank 0: " in line for line in lines), lines
     first, last = lines[0], lines[-1]
     assert "2 ranks" in first
     assert str(tmp_path / "run") in first

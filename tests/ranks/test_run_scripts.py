@@ -87,7 +87,7 @@ def test_a_script_ends_with_the_same_bits_and_says_what_was_attached(script: str
     done = run(name, tmp_path / "watched", *arguments)
     assert left(tmp_path / "watched") == left(tmp_path / "alone")
     assert left(tmp_path / "watched", "path") == left(tmp_path / "alone", "path")
-    said = [line for line in done.stderr.splitlines() if line.startswith("torchscout: ")]
+    said = [line for line in done.stderr.splitlines() if "torchscout: " in line]
     attached = [line for line in said if "attached to " in line]
     if script in ATTACHED:
         model, optimizers = ATTACHED[script]
@@ -115,7 +115,7 @@ def test_a_hung_script_is_restarted_and_starts_from_the_beginning(tmp_path: Path
     run("hangs_once", tmp_path / "alone", "none", with_scout=False)
     done = run("hangs_once", tmp_path / "watched", "0", **HUNG)
     assert (tmp_path / "watched" / "hung-0").exists()
-    assert "torchscout: decision: Restart the job" in done.stderr
+    assert "torchscout: rank 0: decision: Restart the job" in done.stderr
     assert left(tmp_path / "watched") == left(tmp_path / "alone")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from tests.support.incidents import incident_from
@@ -24,10 +25,28 @@ from torchscout.run.folder import RankEntry
 from torchscout.run.writer import RunWriter, SummaryRecorder
 
 CORRUPT, SLOW, HUNG = 5, 10, 6
-STACK = """Thread 0x00007f1 (most recent call first):
+THREADS = """
+Thread (most recent call first):
+  File "/usr/lib/python3.11/threading.py", line 327 in wait
+  File "/job/data/loader.py", line 93 in prefetch
+  File "/usr/lib/python3.11/threading.py", line 982 in run
+  File "/usr/lib/python3.11/threading.py", line 1045 in _bootstrap_inner
+  File "/usr/lib/python3.11/threading.py", line 1002 in _bootstrap
+
+4 threads of torchscout are not shown
+"""
+STACK = f"""Main thread (most recent call first):
   File "/job/data/tokens.py", line 88 in read_shard
   File "/job/data/loader.py", line 41 in __next__
-  File "/job/train.py", line 112 in train"""
+  File "/job/train.py", line 112 in train
+  File "/job/train.py", line 171 in <module>
+{THREADS}"""
+WAITS = f"""Main thread (most recent call first):
+  File "/usr/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py", line 2946 in all_reduce
+  File "/usr/lib/python3.11/site-packages/torch/distributed/c10d_logger.py", line 81 in wrapper
+  File "/job/train.py", line 118 in train
+  File "/job/train.py", line 171 in <module>
+{THREADS}"""
 
 
 def write_example_run(run_dir: Path) -> None:
@@ -108,11 +127,12 @@ def write_events(run_dir: Path, mesh: Mesh) -> None:
         fingerprints=("all_reduce float32[16777216]",),
         stall_seconds=31.0,
     )
-    record(
-        incident_from(
-            stuck, (HUNG,), action=Action.RESTART,
-            sentence="Rank 6 on node-1 has not entered all_reduce number 3841 of group default_pg; it has "
-            "been in input for 31 s. 15 ranks wait for it.",
-        )
+    hung = incident_from(
+        stuck, (HUNG,), action=Action.RESTART,
+        sentence="Rank 6 on node-1 has not entered all_reduce number 3841 of group default_pg; it has "
+        "been in input for 31 s. 15 ranks wait for it.",
     )  # fmt: skip
+    waiters = (replace(stuck, surface="stack", peers=(rank,), verdict=None, reason="shown",
+        progress={"rank": rank, "stack": WAITS}) for rank in range(3))  # fmt: skip
+    record(replace(hung, records=(stuck, *waiters)))
     recorder.close()

@@ -14,6 +14,7 @@ from tests.scenarios.paper import ALL_GATHER, ALL_TO_ALL, BARRIER, Job, one_each
 from tests.scenarios.today import rounds
 from torchscout.decision.hang import Round, diagnose
 from torchscout.decision.progress import Process, RankReport
+from torchscout.decision.sentences import code_of
 from torchscout.decision.types import Incident, Manifestation, from_json
 from torchscout.mesh import Mesh
 
@@ -196,6 +197,14 @@ def test_the_line_of_code_is_the_innermost_one_of_the_user_in_the_main_thread():
     frames = ("/lib/python3.11/threading.py wait", "/home/me/train.py load_batch", "/home/me/train.py main")
     sentence = incident_of(late(stacks="shown").stack(2, *frames).ask()).sentence
     assert ", at train.py:1 in load_batch" in sentence
+
+
+@pytest.mark.parametrize(
+    ("main", "expected"), [("/home/me/train.py", "train.py:7 in run"), ("/env/site-packages/a.py", "")]
+)
+def test_no_other_thread_gives_the_line_of_code(main: str, expected: str):
+    threads = [f'Thread:\n  File "{file}", line 7 in run\n' for file in (main, "/home/me/load.py")]
+    assert code_of("\n".join(threads)) == expected
 
 
 def test_operations_that_the_flight_recorder_knows_as_open_are_shown():

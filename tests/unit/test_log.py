@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 
 import pytest
 
-from torchscout.log import Problems, log
+from torchscout.log import Problems, log, set_rank
+
+
+@pytest.fixture(autouse=True)
+def no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An earlier test of this process may have had one."""
+    monkeypatch.setattr("torchscout.log._rank", None)
+
+
+def test_a_rank_is_shown_in_every_line(caplog: pytest.LogCaptureFixture):
+    set_rank(3)
+    log.warning("it is %s", "late")
+    assert caplog.messages == ["torchscout: rank 3: it is late"]
 
 
 def test_every_message_is_one_line_with_the_prefix(caplog: pytest.LogCaptureFixture):
@@ -34,14 +47,14 @@ def test_an_exception_is_part_of_the_line_and_its_traceback_is_for_debugging(
 
 
 def test_a_problem_that_lasts_is_kept_for_each_step_and_logged_once(caplog: pytest.LogCaptureFixture):
-    problems = Problems("rank 3: checkpoints")
+    problems = Problems("checkpoints")
     for step in (1, 1, 2):
         problems.add([f"step {step} was not captured: No space left on device"])
     problems.add(["the copy has not come"])
     assert len(list(problems)) == 3
     assert caplog.messages == [
-        "torchscout: rank 3: checkpoints: step 1 was not captured: No space left on device",
-        "torchscout: rank 3: checkpoints: the copy has not come",
+        "torchscout: checkpoints: step 1 was not captured: No space left on device",
+        "torchscout: checkpoints: the copy has not come",
     ]
 
 
@@ -60,7 +73,7 @@ log.debug("details")
 @pytest.mark.parametrize(
     ("before", "after", "shown"),
     [
-        ("", "", "torchscout: attached\n"),
+        ("", "", "TIME torchscout: attached\n"),
         ("logging.basicConfig(level='INFO', format='mine %(message)s')", "", "mine torchscout: attached\n"),
         ("", "logging.basicConfig(level='INFO', format='mine %(message)s')", "mine torchscout: attached\n"),
         ("logging.basicConfig()", "", ""),
@@ -73,4 +86,5 @@ def test_messages_are_shown_without_logging_setup_and_follow_it_otherwise(
 ):
     program = PROGRAM.format(before=before, after=after)
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    done.stderr = re.sub(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d ", "TIME ", done.stderr)
     assert done.stderr == shown

@@ -305,6 +305,15 @@ def test_equal_stacks_are_shown_once():
     ]
 
 
+def test_a_named_rank_is_shown_apart_from_others_with_the_same_stack():
+    records = [stuck("coordinate", (rank,), [1], "Thread\n f") for rank in (4, 5, 6)]
+    incident = replace(incident_from(records[0], (5,)), records=tuple(records))
+    assert stacks_of(incident) == [
+        {"text": "Thread\n f", "ranks": [[5, 5]], "named": True},
+        {"text": "Thread\n f", "ranks": [[4, 4], [6, 6]], "named": False},
+    ]
+
+
 def test_ranks_are_spans():
     assert spans([]) == []
     assert spans([3, 1, 2, 9]) == [[1, 3], [9, 9]]

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.support.browser import chromium, watched
+from tests.support.example_run import write_example_run
+from tests.support.incidents import incident_from
 from tests.support.large_run import HUNG, LARGE, SLOW, write_large_run
-from tests.unit.test_report import write_run
+from tests.unit.test_report import stuck, write_run
 from torchscout.report.document import documented
 from torchscout.report.page import page
+from torchscout.run.writer import RunWriter
 
 
 @pytest.fixture(scope="module")
@@ -66,6 +70,50 @@ def test_the_keyboard_reaches_ranks(browser: Any, tmp_path: Path):
         shown.keyboard.press("Enter")
         assert "Rank 2" in shown.locator("#mesh .detail").inner_text()
         assert shown.locator("#mesh .detail a").first.get_attribute("href") == "#incident-1"
+
+
+@pytest.mark.parametrize("width", [1440, 390])
+def test_stacks_of_named_and_of_waiting_ranks_are_both_in_sight(width: int, browser: Any, tmp_path: Path):
+    write_example_run(tmp_path / "run")
+    with opened(browser, tmp_path / "run", viewport={"width": width, "height": 900}) as shown:
+        named, waiting = shown.locator("#incident-3 .sides > div").all()
+        for side, title, ranks, function in [
+            (named, "Named", "rank 6", "in read_shard"),
+            (waiting, "Waiting", "ranks 0\u20132", "in all_reduce"),
+        ]:
+            assert side.get_by_role("heading").inner_text() == title
+            assert side.locator("summary").inner_text() == ranks
+            assert function in side.locator("pre").inner_text()
+        left, right = named.bounding_box(), waiting.bounding_box()
+        if width == 1440:
+            assert right["x"] >= left["x"] + left["width"]
+            assert right["y"] == left["y"]
+        else:
+            assert right["x"] == left["x"]
+            assert right["y"] >= left["y"] + left["height"]
+
+
+def write_hang(run_dir: Path, named: tuple[int, ...]) -> None:
+    """With the stacks of ranks 0 and 1, of which no record says who waits."""
+    records = tuple(stuck("coordinate", (rank,), [4], "Main thread") for rank in (0, 1))
+    recorder = RunWriter(run_dir, 0)
+    recorder.record(replace(incident_from(records[0], named), records=records))
+    recorder.close()
+
+
+def test_a_rank_that_is_not_known_to_wait_is_not_said_to_wait(browser: Any, tmp_path: Path):
+    write_hang(tmp_path / "run", (1,))
+    with opened(browser, tmp_path / "run") as shown:
+        assert shown.locator(".sides h5").all_inner_texts() == ["Named", "Not named"]
+
+
+def test_stacks_are_in_one_column_if_nobody_is_named(browser: Any, tmp_path: Path):
+    write_hang(tmp_path / "run", ())
+    with opened(browser, tmp_path / "run") as shown:
+        (side,) = shown.locator(".sides > div").all()
+        assert side.get_by_role("heading").count() == 0
+        assert side.locator("pre").inner_text() == "Main thread"
+        assert side.bounding_box()["width"] == shown.locator(".sides").bounding_box()["width"]
 
 
 @pytest.mark.long

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import textwrap
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -41,15 +40,14 @@ UNKNOWN = [
 ]
 
 
-def thread(*frames: tuple[str, str], current: bool = True) -> str:
-    head = "Current thread" if current else "Thread"
+def thread(*frames: tuple[str, str]) -> str:
     lines = "".join(f'  File "{file}", line 12 in {function}\n' for file, function in frames)
-    return f"{head} 0x00007f26f8c2eb80 (most recent call first):\n{lines}"
+    return f"Thread (most recent call first):\n{lines}"
 
 
 MINE = ("/home/me/train.py", "main")
 BACKWARD = thread((f"{TORCH}/autograd/graph.py", "_engine_run_backward"), MINE)
-COMMUNICATING = thread((f"{TORCH}/distributed/distributed_c10d.py", "all_reduce"), MINE, current=False)
+COMMUNICATING = thread((f"{TORCH}/distributed/distributed_c10d.py", "all_reduce"), MINE)
 JOINING = thread(("/usr/lib/python3.11/threading.py", "join"), MINE)
 
 
@@ -97,11 +95,11 @@ def test_any_other_code_may_wait_for_a_thread_that_communicates(frame: tuple[str
     ],
 )
 def test_other_threads_count_if_the_main_one_may_wait_for_them(main: str, expected: bool | None):
-    assert stacks.is_waiting(COMMUNICATING + "\n" + main) is expected
+    assert stacks.is_waiting(main + "\n" + COMMUNICATING) is expected
 
 
-def test_the_main_thread_is_the_last():
-    assert stacks.is_waiting(JOINING + "\n" + COMMUNICATING) is True
+def test_the_main_thread_is_the_first():
+    assert stacks.is_waiting(COMMUNICATING + "\n" + JOINING) is True
 
 
 @pytest.mark.parametrize("text", ["", "\n", "garbage", thread()])
@@ -110,9 +108,9 @@ def test_no_stack_says_nothing(text: str):
 
 
 def test_trimming_keeps_whole_threads_and_the_main_one_first():
-    text = COMMUNICATING * 9 + BACKWARD
+    text = "\n".join([BACKWARD, *[COMMUNICATING] * 9])
     trimmed = stacks.trim(text, len(BACKWARD) + 2 * len(COMMUNICATING) + 5)
-    assert trimmed == 2 * COMMUNICATING + BACKWARD
+    assert trimmed.splitlines() == "\n".join([BACKWARD, *[COMMUNICATING] * 2]).splitlines()
     assert stacks.is_waiting(trimmed) == stacks.is_waiting(text)  # the main thread is still known as such
     assert stacks.trim(BACKWARD, 10) == BACKWARD[:10]
     assert stacks.trim("", 10) == ""
@@ -131,9 +129,9 @@ business()
 
 
 @contextmanager
-def trainer(folder: Path, business: str) -> Iterator[tuple[int, Path]]:
+def trainer(folder: Path, business: str, before: str = "") -> Iterator[tuple[int, Path]]:
     """A process that does its business; its pid and its file."""
-    code = textwrap.dedent(TRAINER).format(signal=SIGNAL, business=business)
+    code = before + TRAINER.format(signal=SIGNAL, business=business)
     process = subprocess.Popen([sys.executable, "-c", code, str(folder)], stdout=subprocess.PIPE, text=True)
     try:
         yield process.pid, Path(process.stdout.readline().strip())
@@ -149,10 +147,81 @@ def test_a_blocked_trainer_gives_its_stack(tmp_path: Path, business: str):
         assert path.stat().st_mode & 0o777 == 0o600
         for _ in range(2):  # only what is new
             stack = stacks.take(pid, path, SIGNAL, 10.0)
-            assert stack.startswith("Current thread (most recent call first)"), (
-                "no address: stacks are compared"
-            )
+            assert stack.startswith("Main thread (most recent call first)"), "no address: stacks are compared"
             assert stack.count(" in business") == 1
+
+
+THREADS = """
+import _thread, threading
+from concurrent.futures import ThreadPoolExecutor
+from torchscout.utils.listener import Listener
+pool = ThreadPoolExecutor(9)
+def load():
+    threading.Event().wait()
+def loaded():
+    threading.Thread(target=load, daemon=True).start()
+def mine(listener):
+    listener.serve()
+def started(start):
+    ready, listener = threading.Event(), Listener(("127.0.0.1", 0), "")
+    listener._turn = lambda turn=listener._turn: (ready.set(), turn())
+    start(listener)
+    ready.wait()
+"""
+"""Threads that rest in code of the user, and others that serve in torchscout's."""
+
+
+@pytest.mark.parametrize(
+    ("starts", "expected"),
+    [
+        ("", []),
+        ("loaded()", [("Thread", "in load")]),
+        ("loaded(); loaded(); loaded()", [("3 threads", "in load")]),
+        ("started(Listener.start)", [("1 ", "of torchscout")]),
+        (
+            "started(Listener.start); loaded(); started(Listener.start)",
+            [("Thread", "in load"), ("2 ", "of torchscout")],
+        ),
+        ("started(lambda each: pool.submit(each.serve))", [("1 ", "of torchscout")]),
+        # Threads of the program may pass through torchscout, and threads of C++ code may begin in it.
+        (
+            "started(lambda each: threading.Thread(target=mine, args=(each,)).start())",
+            [("Thread", "in mine")],
+        ),
+        ("started(lambda each: pool.submit(mine, each))", [("Thread", "in mine")]),
+        ("started(lambda each: _thread.start_new_thread(each.serve, ()))", [("Thread", "in serve")]),
+        (
+            "loaded(); started(lambda each: pool.submit(mine, each)); loaded()",
+            [("2 threads", "in load"), ("Thread", "in mine")],
+        ),
+    ],
+)
+def test_threads_of_the_program_follow_the_main_one_and_others_are_counted(
+    tmp_path: Path, starts: str, expected: list[tuple[str, str]]
+):
+    with trainer(tmp_path, "time.sleep(60)", THREADS + starts) as (pid, path):
+        main, *others = until_quiet(pid, path).split("\n\n")
+    assert main.startswith("Main thread (most recent call first)")
+    assert " in business" in main
+    assert len(others) == len(expected), others
+    for thread, (start, part) in zip(others, expected, strict=True):
+        assert thread.startswith(start)
+        assert part in thread
+
+
+def until_quiet(pid: int, path: Path) -> str:
+    """The stacks, once all threads have come to rest."""
+    before = ""
+    while (stack := stacks.take(pid, path, SIGNAL, 10.0)) != before:
+        before = stack
+    return stack
+
+
+def test_among_more_threads_than_a_dump_has_none_is_taken_for_the_main_one(tmp_path: Path):
+    with trainer(tmp_path, "time.sleep(60)", THREADS + "for _ in range(120): loaded()") as (pid, path):
+        main, others = until_quiet(pid, path).split("\n\n")
+    assert " in " not in main
+    assert others.startswith("100 threads ")
 
 
 def test_a_stopped_trainer_gives_none(tmp_path: Path):

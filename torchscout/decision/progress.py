@@ -216,7 +216,7 @@ class RankReport:
     """Whether the trainer's stack shows it waiting for a communication; None without a stack, or if the stack
     does not tell."""
     stack: str = ""
-    """Python stacks of the trainer, most recent call first."""
+    """Python stacks of the trainer: the main thread first, and in each the most recent call first."""
     doing: str = ""
     """What the rank was last doing, in words, if its progress has no phases (in dumps)."""
     moving: bool = False
@@ -229,6 +229,8 @@ class RankReport:
     """How it ended, if it did so early."""
     wait_status: int | None = None
     """The status that its parent was given, as ``os.waitpid`` returns it, if it is known."""
+    why: str = ""
+    """The exception, or what is known of a lack of memory."""
     stalled: Progress | None = None
     """Its progress during a wait that was too long and is over: a watchdog may have ended it because of
     that."""
@@ -249,17 +251,20 @@ class RankReport:
     @property
     def ended(self) -> str:
         """How its process ended, in words."""
-        status = self.wait_status
+        status, why = self.wait_status, f" ({self.why})" if self.why else ""
         if self.how is None or (status is None and self.how == "unknown"):
-            return "has ended in an unknown way"
+            return f"has ended in an unknown way{why}"
         if status is None:
-            return "failed" if self.how == "failed" else "was terminated"
-        if number := status & 0x7F:
-            return f"was {'killed' if self.how == 'killed' else 'ended'} by {_signal(number)}"
-        return f"{'failed' if status else 'ended'} with exit status {status >> 8}"
+            return f"failed{why}" if self.how == "failed" else "was terminated"
+        if status & 0x7F:
+            return f"was {'killed' if self.how == 'killed' else 'ended'} by {status_in_words(status)}{why}"
+        return f"{'failed' if status else 'ended'} with {status_in_words(status)}{why}"
 
 
-def _signal(number: int) -> str:
+def status_in_words(wait_status: int) -> str:
+    """Return ``SIGKILL`` or ``exit status 1``."""
+    if not (number := wait_status & 0x7F):
+        return f"exit status {wait_status >> 8}"
     try:
         return signal.Signals(number).name
     except ValueError:

@@ -33,9 +33,8 @@ _NOT_THE_USERS = re.compile(r"/(site-packages|dist-packages)/|/lib/python3\.\d+/
 
 def code_of(stack: str) -> str:
     """Return ``train.py:77 in load_batch``: the innermost line of the user's own code in the main thread,
-    which comes last. Empty if there is none."""
-    threads = re.split(r"^(?=Thread |Current thread )", stack, flags=re.MULTILINE)
-    for file, line, function in _FRAME.findall(threads[-1]):
+    which comes first. Empty if there is none."""
+    for file, line, function in _FRAME.findall(stack.partition("\n\n")[0]):
         if not _NOT_THE_USERS.search(file):
             return f"{file.rpartition('/')[2]}:{line} in {function}"
     return ""

@@ -26,7 +26,7 @@ from torchscout.errors import ScoutError
 from torchscout.launch.agreement import Agreement, agree
 from torchscout.launch.discovery import describe, model_of, optimizer_count, parameters_of
 from torchscout.launch.settings import VARIABLE, Settings
-from torchscout.log import log, show_by_default
+from torchscout.log import log, set_rank, show_by_default
 from torchscout.metrics.export import export_metrics
 from torchscout.run.notify import Webhook
 from torchscout.session.boundary import Boundary
@@ -77,6 +77,7 @@ class Attachment:
 
     def __init__(self, number: int) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        set_rank(self.rank)
         self.boundary = Boundary(self.rank)
         self.session: Session | None = None
         self._name = f"torchscout/{number}"

@@ -59,12 +59,13 @@ class MetricsExporter:
         if config.otlp is not None:
             self._wanted[_COLLECTOR] = self._push
         self._outputs: dict[str, _Output] = {}
-        self._problems = Problems(f"rank {session.rank}: metrics are not exported to")
+        self._problems = Problems("metrics are not exported to")
         self._boundary = Boundary(session.rank)
         self._lock, self._closing = threading.Lock(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="torchscout-metrics", daemon=True)
         if not isinstance(session, Off):
             self._thread.start()
+            self._boundary.guarded(lambda: session.leave_metrics(config, self._labels))
 
     def refresh(self) -> None:
         """Read the metrics and pass them on now."""

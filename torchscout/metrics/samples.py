@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple
 
 from torchscout.decision.types import NOT_CHECKED, Manifestation, Scope, Status
 
-__all__ = ["METRICS", "Metric", "Sample", "samples"]
+__all__ = ["METRICS", "Metric", "Sample", "incident_samples", "samples"]
 
 
 class Metric(NamedTuple):
@@ -92,14 +92,15 @@ def samples(metrics: Mapping[str, Any]) -> list[Sample]:
     """
     step = metrics["step"]
     found = [Sample("torchscout_step", step), Sample("torchscout_failures_total", metrics["failures"])]
-    found += _incidents(metrics["incidents"])
+    found += incident_samples(metrics["incidents"])
     for part, samples_of in (("replay", _replay), ("observer", _observer), ("checkpoint", _checkpoint)):
         if metrics[part] is not None:
             found += samples_of(metrics[part], step)
     return found
 
 
-def _incidents(incidents: Sequence[tuple[str, str]]) -> Iterator[Sample]:
+def incident_samples(incidents: Sequence[tuple[str, str]]) -> Iterator[Sample]:
+    """Return how many incidents there are by manifestation and scope."""
     counts = Counter(map(tuple, incidents))
     for manifestation in Manifestation:
         for scope in Scope:

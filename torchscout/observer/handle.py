@@ -12,7 +12,7 @@ import select
 import subprocess
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -73,6 +73,8 @@ class ObserverHandle:
 
     def __init__(self, process: subprocess.Popen[bytes], spec: ObserverSpec, home: Path = HOME) -> None:
         self.restarts = 0
+        self.is_lost = False
+        """Whether it has ended for good."""
         self.port: int | None = None
         """The port of the hub that this observer hosts, or will open once it is elected; None if it hosts
         none."""
@@ -81,6 +83,7 @@ class ObserverHandle:
         self._spec, self._home = spec, home
         self._hubs: Sequence[tuple[str, int]] | None = None
         self._copied: Sequence[int] = ()
+        self._metrics: Mapping[str, Any] | None = None
         self._questions = 0
         self._closing = False
         self._lock = threading.RLock()
@@ -120,17 +123,24 @@ class ObserverHandle:
             self._write(line, deadline)
             self._hubs, self._copied = hubs, copied
 
-    def keep_alive(self) -> None:
-        """From now on restart the observer if it ends before it is closed, a few times.
+    def keep_alive(self, lost: Callable[[ObserverError], object] = lambda _: None) -> None:
+        """From now on restart the observer if it ends before it is closed, a few times; then call ``lost``.
 
         Its hub listens at the same port again, so the other observers reconnect by themselves.
         """
-        threading.Thread(target=self._keep_alive, name="torchscout-observer", daemon=True).start()
+        threading.Thread(
+            target=self._keep_alive, args=(lost,), name="torchscout-observer", daemon=True
+        ).start()
 
-    def _keep_alive(self) -> None:
-        while self.restarts < _MAX_RESTARTS:
+    def _keep_alive(self, lost: Callable[[ObserverError], object]) -> None:
+        while True:
             self._process.wait()
             if self._closing:
+                return
+            if self.restarts == _MAX_RESTARTS:
+                times = f"ended {self.restarts + 1} times; this rank is not watched for hangs any more"
+                self.is_lost = True
+                lost(self._error(times))
                 return
             time.sleep(_RESTART_SECONDS * 2**self.restarts)
             self.restarts += 1
@@ -151,6 +161,8 @@ class ObserverHandle:
             self.start(_RESTART_TIMEOUT_SECONDS)
             if self._hubs is not None:
                 self.configure(self._hubs, copied=self._copied)
+            if self._metrics is not None:
+                self.leave_metrics(self._metrics)
 
     def kill(self) -> None:
         self._closing = True
@@ -162,6 +174,13 @@ class ObserverHandle:
         with self._held(deadline):
             self._write({"config": settings}, deadline)
             self.config = config
+
+    def leave_metrics(self, document: Mapping[str, Any], *, timeout: float = 1.0) -> None:
+        """Have it pass on the last metrics of its trainer once that has died; see ``metrics.final``."""
+        deadline = time.monotonic() + timeout
+        with self._held(deadline):
+            self._metrics = document
+            self._write({"metrics": document}, deadline)
 
     def status(self, *, timeout: float = 1.0) -> Mapping[str, Any]:
         """Return the observer's status: the trainer's silence, its threshold, rounds, messages so far.

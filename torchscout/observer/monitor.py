@@ -59,6 +59,11 @@ class HangMonitor:
             status["hub"] = self.hubs[status["hub"]]
         return {**status, "pid": self.observer.pid, "restarts": self.observer.restarts}
 
+    @property
+    def is_lost(self) -> bool:
+        """Whether the observer has ended for good."""
+        return self.observer.is_lost
+
     def close(self) -> None:
         """Undo everything, last first; the observer sees that the trainer has finished."""
         self.writer.finished()
@@ -72,11 +77,16 @@ class HangMonitor:
 
 
 def start_monitor(
-    job: Job, config: ObserverConfig, communicators: Communicators, **settings: Any
+    job: Job,
+    config: ObserverConfig,
+    communicators: Communicators,
+    lost: Callable[[ObserverError], object],
+    **settings: Any,
 ) -> HangMonitor:
     """Start publishing and observing on every rank; raises ``ScoutError`` on all ranks if one fails.
 
-    ``settings`` are further fields of ``ObserverSpec``: how its diagnoses judge, and what it may do.
+    ``lost`` is called once the observer of this rank has ended for good. ``settings`` are further fields of
+    ``ObserverSpec``: how its diagnoses judge, and what it may do.
     """
     with ExitStack() as undo:
         problem = None
@@ -90,7 +100,7 @@ def start_monitor(
         hubs = hub_ranks(job.hosts)
         copied = [place for place, rank in enumerate(hubs) if job.copies_from(rank)]
         observer.configure([tuple(addresses[rank]) for rank in hubs], copied=copied)
-        observer.keep_alive()
+        observer.keep_alive(lost)
         return HangMonitor(writer, publisher, observer, hubs, undo.pop_all())
     raise AssertionError("nothing above is suppressed")
 
@@ -124,6 +134,7 @@ def _start_alone(
             hub=hub,
             mesh=None if hub is None else describe_mesh(job.mesh),
             machine=relayed_with(job.rank, hosts, config.min_relayed_ranks),
+            error_file=os.environ.get("TORCHELASTIC_ERROR_FILE"),
             launcher=_parent(),
             output=_output(undo),
         )

@@ -2,8 +2,9 @@
 
 The trainer writes JSON lines to its standard input: first the ``ObserverSpec``; then, once all ports are
 known, ``{"hubs": [[host, port], ...]}``; and at any time ``{"config": {...}}`` to change settings,
-``{"status": N}`` to request a status line with that number on standard output, and ``{"close": true}`` to
-leave. The first line of output is ``{"ready": true, "port": ...}``, with the port of its hub, if it has one.
+``{"metrics": {...}}`` with what to pass on if the trainer dies, ``{"status": N}`` to request a status line
+with that number on standard output, and ``{"close": true}`` to leave. The first line of output is
+``{"ready": true, "port": ...}``, with the port of its hub, if it has one.
 
 It runs in a session of its own, so signals to the trainer's process group do not reach it. It is not forked,
 so a user's script needs no ``__main__`` guard. It imports no torch.
@@ -16,6 +17,8 @@ import math
 import os
 import resource
 import secrets
+import signal
+import subprocess
 import sys
 import threading
 import time
@@ -32,7 +35,7 @@ import zmq
 
 from torchscout.decision.progress import Phase
 from torchscout.decision.types import EvidenceRecord, Incident, Manifestation, Resolved, from_json
-from torchscout.log import PREFIX
+from torchscout.log import timed
 from torchscout.observer.late_decision import LateDecision
 from torchscout.observer.record.directory import news_of
 from torchscout.observer.rounds.client import RoundClient
@@ -46,6 +49,7 @@ from torchscout.observer.trainer import Ending, TrainerView
 from torchscout.run.folder import HEARTBEAT_SECONDS, End, Heartbeat
 from torchscout.run.notify import Poster, line_about, show
 from torchscout.run.writer import RunWriter, line_of
+from torchscout.utils import child_process
 from torchscout.utils.packed_lists import unpack
 from torchscout.utils.procfs import process_stat
 
@@ -64,6 +68,7 @@ _ENDING_SECONDS = 3.0
 """How long a trainer may take to end itself for a restart before its observer ends it."""
 _KNOWN = 64
 """How many reports of slow phases a hub compares its own with."""
+_METRICS_SECONDS = 20.0
 _POSTING_SECONDS = 30.0
 """How long the end waits for a webhook that does not answer."""
 _LEAVING_SECONDS = 2.0
@@ -80,7 +85,8 @@ class ObserverProcess:
         self._poster = None if spec.webhook is None else Poster(spec.webhook, spec.run)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         stack = Path(spec.stack) if spec.stack else None
-        self._trainer = TrainerView(Path(spec.record), stack, spec.run_dir)
+        error_file = Path(spec.error_file) if spec.error_file else None
+        self._trainer = TrainerView(Path(spec.record), stack, spec.run_dir, error_file)
         self._hub = None if spec.hub is None else self._host_hub(spec.hub)
         self._phases: PhaseStragglers | None = None
         """For this process's hub, created by the first survey."""
@@ -92,6 +98,8 @@ class ObserverProcess:
         self._rounds: RoundClient | None = None
         self._copied: frozenset[int] = frozenset()
         """Hubs of machines that do not share the run directory, if this observer records what they find."""
+        self._metrics: dict[str, Any] | None = None
+        """What its trainer exports, and where; see ``metrics.final``."""
         self._done_since: float | None = None
         self._end_trainer_at: float | None = None
         self._late = LateDecision(spec)
@@ -197,6 +205,8 @@ class ObserverProcess:
                 self._hub.config = self.config
             if self._rounds is not None:
                 self._rounds.silence.config = self._rounds.surveys.config = self.config
+        if "metrics" in line:
+            self._metrics = line["metrics"]
         if "status" in line:
             _print({**self._status(), "answer": line["status"]})
         if "close" in line:
@@ -257,11 +267,18 @@ class ObserverProcess:
             "rounds": 0 if self._rounds is None else self._rounds.rounds,
             "messages": sum(tally.sent + tally.received for tally in tallies),
             "malformed": sum(tally.malformed for tally in tallies),
+            "verdict_due": self._is_verdict_due,
             "connected": [] if self._client is None else self._client.connected(),
             "hub": None if self._rounds is None else self._rounds.election.hub(),
             **({} if problem is None else {"problem": problem}),
             "config": asdict(self.config),
         }
+
+    @property
+    def _is_verdict_due(self) -> bool:
+        """Whether a round is held, or its finding is not posted yet: the trainer should not leave before."""
+        is_posting = self._poster is not None and self._poster.is_busy
+        return is_posting or (self._rounds is not None and self._rounds.is_in_round)
 
     def _host_hub(self, place: int) -> Hub:
         # A hub has a connection to each observer of the job.
@@ -355,7 +372,7 @@ class ObserverProcess:
         if self._poster is not None:
             self._poster.post(item)
         if isinstance(item, Incident) and item.manifestation is Manifestation.CRASH:
-            show(f"{PREFIX} {line_about(item, self._spec.run)}", self._outputs())
+            show(timed(line_about(item, self._spec.run)), self._outputs())
 
     def _outputs(self) -> list[int | str]:
         """Where the job's own output goes, the most likely first."""
@@ -415,15 +432,29 @@ class ObserverProcess:
     def _write_end(self, ending: Ending) -> None:
         """Record how the trainer ended, unless it has done so itself."""
         step = 0 if self._trainer.progress is None else self._trainer.progress.step
-        end = End(self._spec.rank, self._trainer.how(ending), step, self._spec.record)
+        how, why = self._trainer.how(ending), self._trainer.ended_by()
+        end = End(self._spec.rank, how, step, self._spec.record, why)
         try:
             if not end.is_written(self._spec.run_dir):
                 end.write(self._spec.run_dir)
         except OSError as error:
             _log_error(error)
 
+    def _pass_on_metrics(self, exported: dict[str, Any]) -> None:
+        step = 0 if self._trainer.progress is None else self._trainer.progress.step
+        document = {**exported, "run_dir": self._spec.run.run_dir, "step": step}
+        command = child_process.command("torchscout.metrics.final")
+        try:
+            subprocess.run(
+                command, input=json.dumps(document).encode(), cwd="/", timeout=_METRICS_SECONDS, check=False
+            )
+        except (OSError, subprocess.TimeoutExpired) as error:
+            _log_error(error)
+
     def _close(self) -> None:
         self._late.close()
+        if self._metrics is not None and self._trainer.ending is not Ending.FINISHED:
+            self._pass_on_metrics(self._metrics)
         if self._poster is not None:
             self._poster.close(_POSTING_SECONDS)
         if self._rounds is not None:
@@ -487,6 +518,9 @@ def _log_error(error: Exception) -> None:
 
 
 def main() -> None:
+    # It ends by itself, soon after its trainer: whoever ends the whole job must still be told why.
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, lambda *_: None)  # not SIG_IGN, which a command of the user would inherit
     lines = Lines()
     spec = ObserverSpec.from_json(lines.first())
     process = ObserverProcess(spec)

@@ -65,6 +65,8 @@ class ObserverSpec:
     """Where the hub posts incidents."""
     launcher: tuple[int, int] | None = None
     """The process that has started the trainer, and when it began; see ``utils.procfs``."""
+    error_file: str | None = None
+    """Where torchrun's ``record`` writes the exception that ends the trainer."""
     output: int | None = None
     """A descriptor of the job's output, if that is a regular file."""
     is_restarted: bool = False

@@ -15,19 +15,24 @@ import re
 import secrets
 import signal
 import tempfile
+import threading
 import time
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 from torchscout.utils.private_files import open_private
 from torchscout.utils.procfs import catches_signal
+from torchscout.utils.text import counted
 
 __all__ = ["Registration", "is_waiting", "register", "take", "trim"]
 
 _SETTLED_SECONDS = 0.03  # a dump has no end mark: it is complete once it stops growing
 _POLL_SECONDS = 0.005
 _MAX_BYTES = 4 << 20
+_PACKAGE = f"{Path(__file__).parents[1]}/"
+_STDLIB = re.compile(rf"{re.escape(str(Path(threading.__file__).parent))}/(?!(site|dist)-packages/)")
 
 
 @dataclass(slots=True)
@@ -122,20 +127,39 @@ def _settled(file: int, timeout: float) -> str:
             text, since = fresh, now
         elif text and now - since > _SETTLED_SECONDS:
             break
-    return _THREAD.sub(r"\1", text.decode(errors="replace"))
+    return _arranged(text.decode(errors="replace")) if text else ""
+
+
+def _arranged(dump: str) -> str:
+    """Return the main thread, then the other threads of the program, equal ones once, and the number of
+    torchscout's own. Without addresses, ranks that wait in the same place have the same stacks.
+
+    ``faulthandler`` begins with the newest thread and ends with the main one, or with dots after 100 threads.
+    """
+    main, *others = reversed([thread.partition("\n")[2] for thread in dump.rstrip("\n").split("\n\n")])
+    counts = Counter(frames for frames in others if not _is_own(frames))
+    shown = [
+        f"Main thread (most recent call first):\n{main or '  unknown: only the newest 100 threads are shown'}"
+    ]
+    for frames, count in counts.items():
+        shown.append(f"{'Thread' if count == 1 else f'{count} threads'} (most recent call first):\n{frames}")
+    if own := len(others) - counts.total():
+        shown.append(f"{counted(own, 'thread')} of torchscout {'is' if own == 1 else 'are'} not shown")
+    return "\n\n".join(shown) + "\n"
+
+
+def _is_own(thread: str) -> bool:
+    """Whether torchscout started the thread. Threads that C++ started call it too, and are the program's."""
+    files = [frame.file for frame in _frames(thread)]
+    first = next((file for file in reversed(files) if not _STDLIB.match(file)), "")
+    return first.startswith(_PACKAGE) and files[-1] == threading.__file__
 
 
 def trim(stack: str, limit: int) -> str:
     """Return at most ``limit`` characters of the stacks: whole threads, and the main one in any case."""
-    kept: list[str] = []
-    threads = _threads(stack)
-    for thread in reversed(threads):  # faulthandler lists the main thread last
-        if sum(map(len, kept)) + len(thread) > limit:
-            break
-        kept.append(thread)
-    if not kept and threads:
-        return threads[-1][:limit]
-    return "".join(reversed(kept))  # in the same order, so that the main one stays last
+    while len(stack) > limit and "\n\n" in stack:
+        stack = stack.rpartition("\n\n")[0]
+    return stack[:limit]
 
 
 class _Frame(NamedTuple):
@@ -179,8 +203,6 @@ _RULES = (
 # interceptor.
 _TRANSPARENT = ("torch/_ops.py", "torch/distributed/c10d_logger.py", "torchscout/collectives/interceptor.py")
 _BACKWARD = _Frame("torch/autograd/graph.py", "_engine_run_backward")
-_THREAD = re.compile(r"^(Thread|Current thread) 0x[0-9a-f]+", re.MULTILINE)
-"""Without its address, ranks that wait in the same place have the same stacks."""
 _FRAME = re.compile(r'^  File "(.*)", line \S+ in (.*)$', re.MULTILINE)
 
 
@@ -190,18 +212,11 @@ def is_waiting(stack: str) -> bool | None:
     The main thread decides. Other threads may communicate in the background, and count only if the main
     thread waits for them: the backward pass runs in threads of its own.
     """
-    threads = [_frames(thread) for thread in _threads(stack)]
-    if not any(threads):
-        return None
-    *others, main = threads
+    main, *others = map(_frames, stack.split("\n\n"))
     waiting = _classify(main)
     if waiting is True or not any(_classify(other) is True for other in others):
         return waiting
     return True if main and _matches(main[0], _BACKWARD) else None
-
-
-def _threads(stack: str) -> list[str]:
-    return [part for part in re.split(r"^(?=Thread |Current thread )", stack, flags=re.MULTILINE) if part]
 
 
 def _frames(thread: str) -> list[_Frame]:

@@ -7,6 +7,7 @@ opening). ``decision.straggler`` then decides which rank is slow.
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import signal
@@ -16,18 +17,27 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
 from pathlib import Path
 
 from torchscout.config import ObserverConfig
-from torchscout.decision.progress import CommGroup, How, Phase, Process, Progress, RankReport
+from torchscout.decision.progress import (
+    CommGroup,
+    How,
+    Phase,
+    Process,
+    Progress,
+    RankReport,
+    status_in_words,
+)
 from torchscout.errors import TornRecordError
 from torchscout.observer import stacks
 from torchscout.observer.record.reader import ProgressReader
 from torchscout.observer.rounds.protocol import MAX_STACK
 from torchscout.observer.silence import LONGEST_REPEAT_SECONDS, allowance
+from torchscout.run.folder import End, read_end
 from torchscout.run.folder import How as HowEnded
-from torchscout.run.folder import read_end
-from torchscout.utils.procfs import process_stat
+from torchscout.utils.procfs import MemoryKills, process_stat
 
 __all__ = ["SAMPLES", "Ending", "SurveySchedule", "TrainerView", "typical_seconds"]
 
@@ -129,6 +139,8 @@ def _latest(phase: Phase, durations: Durations) -> frozenset[float]:
     return frozenset(durations[phase][-SAMPLES[phase] :])
 
 
+_MOST_CHARACTERS = 300
+"""Of an exception."""
 _REQUESTS_TO_END = {signal.SIGHUP, signal.SIGINT, signal.SIGTERM}
 _STALL_SECONDS = 1.0
 _WATCHDOG_SECONDS = 60.0
@@ -175,7 +187,10 @@ class _Stall:
 class TrainerView:
     """What the last ``look`` has seen. It never waits for the trainer, except shortly for its stacks."""
 
-    def __init__(self, record: Path, stack: Path | None, run_dir: Path | None = None) -> None:
+    def __init__(
+        self, record: Path, stack: Path | None, run_dir: Path | None = None, error_file: Path | None = None
+    ) -> None:
+        """``error_file`` is where torchrun's ``record`` writes the exception that ends the trainer."""
         self.reader = ProgressReader(record)
         self._record, self._run_dir = str(record), run_dir
         self.progress: Progress | None = None
@@ -184,7 +199,8 @@ class TrainerView:
         """None as long as it has not ended."""
         self.near_timeout = False
         """Whether it has used most of the time that the communication library allows an operation."""
-        self._stack = stack
+        self._stack, self._error_file = stack, error_file
+        self._memory = MemoryKills(self.reader.pid)
         self._gone_since: float | None = None  # unless it has finished
         self._wait_status: int | None = None
         self._stall: _Stall | None = None
@@ -232,10 +248,34 @@ class TrainerView:
             return "failed" if exited else "killed"
         return "interrupted" if ending is Ending.ASKED else "finished"
 
+    @cached_property
+    def why(self) -> str:
+        """Why it ended: its exception, or what is known of a lack of memory; empty if nothing is known.
+
+        Read once it has ended, before its observer writes down how.
+        """
+        end = self._own_end()
+        if end is not None and end.how == "failed" and end.why:
+            return _short(end.why)
+        if self._error_file is not None and (message := _message_in(self._error_file)):
+            return _short(message)
+        is_killed = self._wait_status is None or self._wait_status & 0x7F == signal.SIGKILL
+        return self._memory.since() if is_killed and self.ending is Ending.FAILED else ""
+
+    def ended_by(self) -> str:
+        """Return signal or exit status and why, for the run directory; empty if nothing is known."""
+        status = "" if self._wait_status is None else status_in_words(self._wait_status)
+        why = self.why
+        return f"{status} ({why})" if status and why else status or why
+
+    def _own_end(self) -> End | None:
+        end = None if self._run_dir is None else read_end(self._run_dir, self.rank)
+        return end if end is not None and end.record == self._record else None
+
     def _was_terminated(self) -> bool:
         """Return whether it recorded that SIGTERM ends it; see ``session.session``."""
-        end = None if self._run_dir is None else read_end(self._run_dir, self.rank)
-        return end is not None and (end.record, end.how) == (self._record, "interrupted")
+        end = self._own_end()
+        return end is not None and end.how == "interrupted"
 
     def kill(self) -> None:
         """End the trainer, unless it has ended; that counts as finished, since it was decided."""
@@ -266,6 +306,7 @@ class TrainerView:
             gone_seconds=None if self._gone_since is None else now - self._gone_since,
             how=None if self._gone_since is None else self._how,
             wait_status=None if self._gone_since is None else self._wait_status,
+            why="" if self._gone_since is None else self.why,
             stalled=self._stalled(config, seen_at),
             near_timeout=not has_ended and self.near_timeout,
             is_restarting=self.reader.is_restarting,
@@ -345,6 +386,19 @@ class TrainerView:
             os.close(descriptor)
             return None
         return descriptor
+
+
+def _message_in(error_file: Path) -> str:
+    """Return the message that torchrun's ``record`` has written, if there is one."""
+    try:
+        message = json.loads(error_file.read_text())["message"]
+        return str(message["message"] if isinstance(message, dict) else message)
+    except (OSError, ValueError, LookupError, TypeError):
+        return ""
+
+
+def _short(text: str) -> str:
+    return " ".join(text.split())[:_MOST_CHARACTERS]
 
 
 def _wait_status(pid: int) -> int | None:

@@ -143,20 +143,18 @@ def _wait(
 
 
 def stacks_of(incident: Incident) -> list[dict[str, Any]]:
-    """Return the stacks of ranks, equal ones together."""
-    found: dict[str, list[int]] = {}
+    """Return the stacks of ranks, equal ones together: first those of named ranks, then those of others."""
+    found: dict[tuple[bool, str], list[int]] = {}
     for record in incident.records:
         progress = record.progress
         if not isinstance(progress, Mapping) or not progress.get("stack"):
             continue
-        ranks, rank = found.setdefault(_plain(progress["stack"]), []), progress.get("rank")
+        rank = progress.get("rank")
+        ranks = found.setdefault((rank in incident.ranks, _plain(progress["stack"])), [])
         if type(rank) is int:
             ranks.append(rank)
-    named = set(incident.ranks)
-    ordered = sorted(found.items(), key=lambda each: (named.isdisjoint(each[1]), min(each[1], default=0)))
-    return [
-        {"text": text, "ranks": spans(ranks), "named": not named.isdisjoint(ranks)} for text, ranks in ordered
-    ]
+    ordered = sorted(found.items(), key=lambda each: (not each[0][0], min(each[1], default=0)))
+    return [{"text": text, "ranks": spans(ranks), "named": is_named} for (is_named, text), ranks in ordered]
 
 
 def is_shown_apart(record: EvidenceRecord) -> bool:

@@ -34,9 +34,6 @@ class Boundary:
             return
         self.failures.append(failure)
         if not is_shared or self.rank == 0:
-            where = self.rank, self.step
             log.error(
-                "rank %d: torchscout itself failed at step %d; training is not affected",
-                *where,
-                exc_info=error,
+                "torchscout itself failed at step %d; training is not affected", self.step, exc_info=error
             )

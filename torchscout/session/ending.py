@@ -40,14 +40,25 @@ def why_ended(error: BaseException | None) -> str:
 
 
 def closing_line(
-    how: str, step: int, incidents: Sequence[Incident], certified: int | None, why: str = ""
+    how: str,
+    step: int,
+    incidents: Sequence[Incident],
+    certified: int | None,
+    why: str = "",
+    *,
+    is_unwatched: bool = False,
 ) -> str:
     """The last line of a rank's log."""
     counts = Counter(each.manifestation.value for each in incidents)
     found = listed([f"{count} {kind}" for kind, count in sorted(counts.items())])
     by = f" by {why}" if why else ""
     checked = "" if certified is None else f"; certified up to step {certified}"
-    return f"{how} after step {step}{by}; {f'incidents: {found}' if found else 'no incidents'}{checked}"
+    told = f"incidents: {found}" if found else "no incidents"
+    if is_unwatched:
+        told = (
+            f"{told if found else 'no incidents known'}, but this rank was not watched for hangs to the end"
+        )
+    return f"{how} after step {step}{by}; {told}{checked}"
 
 
 def add_run(checkpoints: Path, run_dir: Path) -> None:

@@ -52,16 +52,19 @@ class Incidents:
         self._thread = threading.Thread(target=self._run, name="torchscout-news", daemon=True)
         self._thread.start()
 
-    def publish(self, reporter: int, incidents: Iterable[Incident]) -> None:
-        """Take incidents that a check found on rank ``reporter``. Every rank makes this call."""
+    def publish(self, reporter: int, incidents: Iterable[Incident], *, is_shared: bool = True) -> None:
+        """Take incidents that a check found on rank ``reporter``. Every rank makes this call or, unless
+        ``is_shared``, only that one."""
         job = self._job
         for each in incidents:
             incident = job.run.stamped(each)
             if job.rank == reporter or job.copies_from(reporter):
                 self._attempt(partial(record_one, job.run_dir, job.rank, incident))
-            if self._poster is not None and job.rank == incident.logged_by:
-                self._poster.post(incident)
-            self._take(incident)
+            self._keep(incident)
+            if job.rank == (incident.logged_by if is_shared else reporter):
+                log.error("%s", line_about(incident, job.run))
+                if self._poster is not None:
+                    self._poster.post(incident)
         self._wake.set()
 
     def resolved(self, item: Resolved) -> None:
@@ -107,16 +110,20 @@ class Incidents:
             self._failed(error)
 
     def _take(self, item: Recordable) -> None:
+        """Take what an observer has found."""
         rank = self._job.rank
         if isinstance(item, Incident):
-            self.known.append(item)
-            self._uncalled.put(item)
+            self._keep(item)
             if rank == item.logged_by and item.manifestation is not Manifestation.CRASH:
                 log.error("%s", line_about(item, self._job.run))
         elif isinstance(item, Resolved) and rank == 0:
             log.info("%s", line_about(item, self._job.run))
         elif isinstance(item, EvidenceRecord):  # known to this rank's observer only
             log.warning("step %d: %s: %s", item.step, item.surface, item.reason)
+
+    def _keep(self, incident: Incident) -> None:
+        self.known.append(incident)
+        self._uncalled.put(incident)
 
     def _run(self) -> None:
         while not self._closing.is_set():

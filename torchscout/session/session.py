@@ -7,13 +7,15 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
+from torchscout.config import MetricsConfig
 from torchscout.decision.progress import Phase
 from torchscout.decision.types import Failure, Incident, Started
 from torchscout.errors import UnavailableError
@@ -66,8 +68,11 @@ _IN_GRAPH = (
     "the optimizer's step is part of a CUDA graph, so that steps cannot be counted and nothing is checked; "
     "capture the passes and call optimizer.step() after each replay"
 )
-_VERDICT_SECONDS = 2.0
-"""How long rank 0 waits for the observers when an exception ends it, so that its log says why."""
+_VERDICT_SECONDS = 3.0
+"""How long a rank that fails or is ended waits for the observers: its launcher may end them, too."""
+_POLL_SECONDS = 0.05
+_ANNOUNCEMENT_SECONDS = 0.5
+"""How long it takes until the observers of all ranks know of a round."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,6 +109,7 @@ class Session:
         self._pid = os.getpid()
         self._end_once = threading.Lock()
         """Acquired once, by the thread that records how the session ended."""
+        self._has_ended = threading.Event()
         self._handled = sys.exc_info()[1]  # the program may already be in an ``except`` block
         atexit.register(self._at_exit)
         self._restore_sigterm: Callable[[], None] = lambda: None
@@ -165,6 +171,12 @@ class Session:
             "checkpoint": None if checkpoints is None else self._guarded(checkpoints.metrics),
             "failures": len(self.failures),
         }
+
+    def leave_metrics(self, config: MetricsConfig, labels: Mapping[str, str]) -> None:
+        """Have the observer pass on the last values if this process dies."""
+        if self._monitor is not None and (config.textfile is not None or config.otlp is not None):
+            told = asdict(replace(config, textfile=config.textfile and str(Path(config.textfile).absolute())))
+            self._monitor.observer.leave_metrics({"config": told, "labels": dict(labels)})
 
     def before_close(self, action: Callable[[], None]) -> None:
         """Call this when the session is closed, before its parts are."""
@@ -286,7 +298,7 @@ class Session:
     def step_finished(self) -> None:
         """Called by the optimizer's hook, right after the update."""
         if is_capturing():
-            log.warning("rank %d: %s", self.rank, _IN_GRAPH)
+            log.warning("%s", _IN_GRAPH)
             return
         self._boundary.step += 1
         if self._monitor is not None:
@@ -304,7 +316,7 @@ class Session:
         if self._checkpoints is not None:
             self._guarded(self._checkpoints.finish)
         error = None if error is self._handled else error
-        self._guarded(lambda: self._end(certified, how_ended(error), why_ended(error)))
+        self._end(how_ended(error), why_ended(error), certified)
         self._restore_sigterm()
         self._guarded(self._undo.close)
         self._monitor = self._checkpoints = self._recovery = None
@@ -312,6 +324,7 @@ class Session:
     def give_way(self) -> None:
         """Detach without recording an end: another session of the same job follows."""
         self._end_once.acquire(blocking=False)
+        self._has_ended.set()
         self.close()
 
     def _start_after(self, step: int) -> None:
@@ -341,17 +354,20 @@ class Session:
         exit status says otherwise."""
         if os.getpid() != self._pid:
             return
-        error, incidents = getattr(sys, "last_value", None), self._incidents
-        if self._monitor is not None and how_ended(error) == "failed":
-            if self._recovery is not None:
-                self._guarded(self._recovery.fails)
-            self._monitor.writer.failing()
-        if error is not None and incidents is not None and self.rank == 0:
-            incidents.wait(_VERDICT_SECONDS)
-        if self._checkpoints is not None:
-            self._guarded(self._checkpoints.finish)
-        how, is_open = how_ended(error), error is None
-        self._guarded(lambda: self._end(self.certified_step, how, why_ended(error), is_open=is_open))
+        error = getattr(sys, "last_value", None)
+
+        def last() -> None:
+            if self._monitor is not None and how_ended(error) == "failed":
+                if self._recovery is not None:
+                    self._guarded(self._recovery.fails)
+                self._monitor.writer.failing()
+            if error is not None:
+                self._guarded(self._wait_for_verdict)
+            if self._checkpoints is not None:
+                self._checkpoints.finish()
+
+        is_open = error is None
+        self._end(how_ended(error), why_ended(error), self.certified_step, is_open=is_open, last=last)
         if self._monitor is not None and error is None:
             self._guarded(self._monitor.leave)
         self._restore_sigterm()  # the thread that waits for it ends before the interpreter does
@@ -362,28 +378,59 @@ class Session:
         Records first how the job ended: it may be killed while checkpoints are written.
         """
         checkpoints = self._checkpoints
-        self._guarded(lambda: self._end(self.certified_step, "interrupted", "SIGTERM"))
-        if checkpoints is not None:
-            self._guarded(checkpoints.flush)
 
-    def _end(self, certified: int | None, how: How, why: str, *, is_open: bool = False) -> None:
-        """Write how the session ended to the log and the run directory.
+        def last() -> None:
+            if checkpoints is not None:
+                self._guarded(checkpoints.flush)
+            self._wait_for_verdict()
+
+        self._end("interrupted", "SIGTERM", self.certified_step, last=last)
+
+    def _wait_for_verdict(self) -> None:
+        """Wait shortly if the observers are about to say why the job ends."""
+        began, was_due = time.monotonic(), False
+        while self._monitor is not None and time.monotonic() - began < _VERDICT_SECONDS:
+            is_due = bool(self._monitor.status().get("verdict_due"))
+            if not is_due and (was_due or time.monotonic() - began > _ANNOUNCEMENT_SECONDS):
+                return
+            was_due |= is_due
+            time.sleep(_POLL_SECONDS)
+
+    def _end(
+        self,
+        how: How,
+        why: str,
+        certified: int | None,
+        *,
+        is_open: bool = False,
+        last: Callable[[], object] = lambda: None,
+    ) -> None:
+        """Write how the session ended to the run directory, do the ``last`` things, and log the last line.
 
         ``is_open`` if the interpreter exits and the exit status is not known yet; the observer will see that
         and record how the program ended.
         """
         if not self._end_once.acquire(blocking=False):
+            self._has_ended.wait(_VERDICT_SECONDS)  # both by an exception and by SIGTERM
             return
-        incidents, entry = list[Incident](), self._entry
+        entry = self._entry
+        if entry is not None and not (is_open and self._monitor is not None):
+            end = End(entry.rank, how, self.step, entry.record, why)
+            self._guarded(lambda: end.write(self.run_dir))
+        self._guarded(last)
+        self._guarded(lambda: self._log_end("ended" if is_open else how, why, certified))
+        self._has_ended.set()
+
+    def _log_end(self, how: str, why: str, certified: int | None) -> None:
+        incidents = list[Incident]()
         if self._incidents is not None:
             self._incidents.close()
             incidents = self._incidents.known
-        if self.rank == 0 or how == "failed":
-            level = logging.INFO if how == "finished" and not incidents else logging.WARNING
-            line = closing_line("ended" if is_open else how, self.step, incidents, certified, why)
-            log.log(level, "rank %d: %s", self.rank, line)
-        if entry is not None and not (is_open and self._monitor is not None):
-            End(entry.rank, how, self.step, entry.record, why).write(self.run_dir)
+        is_unwatched = self._monitor is not None and self._monitor.is_lost
+        if self.rank == 0 or how == "failed" or is_unwatched:
+            is_quiet = how in ("finished", "ended") and not incidents and not is_unwatched
+            line = closing_line(how, self.step, incidents, certified, why, is_unwatched=is_unwatched)
+            log.log(logging.INFO if is_quiet else logging.WARNING, "%s", line)
 
     def _manager(self) -> CheckpointManager:
         if self._checkpoints is None:

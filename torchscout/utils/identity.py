@@ -22,7 +22,8 @@ _JOB_VARIABLES = (
     ("LSF job", "LSB_JOBID"),
     ("torchrun", "TORCHELASTIC_RUN_ID"),
 )
-"""What torchrun calls a run without ``--rdzv-id`` is ``none``."""
+_NO_NAME = re.compile(r"none|[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
+"""What torchrun calls a run without ``--rdzv-id``, which nobody can look for."""
 _HOST_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:-]{0,254}")
 
 
@@ -55,7 +56,9 @@ def launcher_job() -> str:
     pod = os.environ.get("HOSTNAME", "") if "KUBERNETES_SERVICE_HOST" in os.environ else ""
     named = [*found, *([("pod", pod)] if pod else [])]
     return ", ".join(
-        f"{words} {value:.100}" for words, value in named if value.isprintable() and value != "none"
+        f"{words} {value:.100}"
+        for words, value in named
+        if value.isprintable() and not _NO_NAME.fullmatch(value)
     )
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 __all__ = [
+    "MemoryKills",
     "ProcessStat",
     "available_memory",
     "boot_id",
@@ -25,7 +26,7 @@ __all__ = [
     "processes_with",
 ]
 
-_PROC = Path("/proc")
+_PROC, _CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 _SCHEDSTAT = _PROC / "thread-self" / "schedstat"
 _IN_MEMORY = {"tmpfs", "ramfs"}
 
@@ -68,6 +69,47 @@ def is_running(pid: int) -> bool:
     """Return whether the process exists and has not ended; raises ``OSError`` as ``process_stat`` does."""
     stat = process_stat(pid)
     return stat is not None and not stat.has_ended
+
+
+class MemoryKills:
+    """Whether the kernel ends processes for lack of memory, from now on: in the cgroup of a process, or
+    anywhere on this machine."""
+
+    def __init__(self, pid: int) -> None:
+        self._events = _memory_events_of(pid)
+        self._before = self._counts()
+
+    def since(self) -> str:
+        """Say what has happened since; empty if nothing has, or nothing is known."""
+        in_cgroup, anywhere = (now > was for now, was in zip(self._counts(), self._before, strict=True))
+        if in_cgroup:
+            return "out of memory: its cgroup has reached its limit"
+        return "the kernel has ended a process of this machine for lack of memory" if anywhere else ""
+
+    def _counts(self) -> tuple[int, int]:
+        in_cgroup = 0 if self._events is None else _counter(self._events, "oom_kill")
+        return in_cgroup, _counter(_PROC / "vmstat", "oom_kill")
+
+
+def _memory_events_of(pid: int) -> Path | None:
+    """Return the file of the process's cgroup that counts such ends, of version 1 or 2."""
+    try:
+        lines = [line.split(":", 2) for line in (_PROC / str(pid) / "cgroup").read_text().splitlines()]
+    except OSError:
+        return None
+    for _, controllers, path in lines:
+        if controllers == "memory":
+            return _CGROUPS / "memory" / path.lstrip("/") / "memory.oom_control"
+    return next((_CGROUPS / each[2].lstrip("/") / "memory.events" for each in lines if not each[1]), None)
+
+
+def _counter(path: Path, name: str) -> int:
+    """Return the number after this name in a file of the kernel; 0 if there is none."""
+    try:
+        found = dict(line.split() for line in path.read_text().splitlines() if len(line.split()) == 2)
+        return int(found.get(name, 0))
+    except (OSError, ValueError):
+        return 0
 
 
 @cache

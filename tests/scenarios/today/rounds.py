@@ -194,7 +194,7 @@ class _Rank:
             return None
         named = [FRAMES.get(each, each).rsplit(" ", 1) for each in self.frames]
         lines = [f'  File "{file}", line 1 in {function}' for file, function in named]
-        text = "\n".join(["Current thread (most recent call first):", *lines])
+        text = "\n".join(["Main thread (most recent call first):", *lines])
         return Stack(text, stacks.is_waiting(text))
 
 

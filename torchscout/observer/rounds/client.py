@@ -148,7 +148,7 @@ class RoundClient:
         self._named: _Named | None = None
         self._since: float | None = None
         """Time of the first ``tick``."""
-        self._has_announced_end = False
+        self._is_asked = self._has_announced_end = False
         self._concluded_at: float | None = None
         self._last_report: RankReport | None = None
         """What ``leave`` sends."""
@@ -162,6 +162,12 @@ class RoundClient:
     @property
     def is_announcing(self) -> bool:
         return self._announcement is not None
+
+    @property
+    def is_in_round(self) -> bool:
+        """Whether a round was announced, or is held, whose outcome is not known yet."""
+        has_failed = self.trainer.ending is Ending.FAILED and self._concluded_at is None
+        return self._announcement is not None or self._is_asked or has_failed
 
     def tick(self, now: float) -> None:
         """Act on the last look at the trainer, and on what is overdue."""
@@ -317,6 +323,7 @@ class RoundClient:
             self._client.send(hub, "declined", round=number)
             return
         self._extend_wait(hub, message, now)
+        self._is_asked = True
         self.trainer.look(now)
         self._send_report(hub, number, now)
         progress = self.trainer.progress
@@ -338,7 +345,7 @@ class RoundClient:
 
     def _handle_outcome(self, hub: int, documents: Sequence[Mapping[str, Any]], now: float) -> None:
         findings = [Finding.from_json(each) for each in documents]
-        self._announcement = None
+        self._announcement, self._is_asked = None, False
         self._concluded_at, self._findings = now, findings
         self._on_outcome(hub, findings)
         place = self._reported if self._named is None else self._named[:2]

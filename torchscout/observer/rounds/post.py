@@ -200,7 +200,7 @@ class Post:
         is_set: dict[str, Any] = {name: bool(flags & FLAGS[name]) for name in PLAIN}
         rows = [*self.rows()]
         theirs = [*self._groups(rows, known)]
-        stalled, (how, status) = rest.get("stalled"), rest.get("ended", (None, None))
+        stalled, (how, status, why) = rest.get("stalled"), rest.get("ended", (None, None, ""))
         return RankReport(
             rank=self.header.rank,
             process=self.process,
@@ -210,6 +210,7 @@ class Post:
             gone_seconds=self.gone_seconds,
             how=how,
             wait_status=status,
+            why=why,
             stalled=None if stalled is None else Progress.from_json(stalled),
             operations=rest.get("operations"),
             phase_seconds={Phase(name): each for name, each in rest.get("phase_seconds", {}).items()},
@@ -371,9 +372,9 @@ def _check_rest(rest: Mapping[str, Any], rank: int) -> None:
         raise ValueError(f"rank {rank} reports for another one")
     if not isinstance(rest.get("operations", {}), dict):
         raise ValueError("operations of a Flight Recorder are an object")
-    how, status = rest.get("ended", ("unknown", None))
-    if how not in get_args(How) or not (status is None or type(status) is int):
-        raise ValueError(f"a trainer ended {how!r:.40} with status {status!r:.40}")
+    how, status, why = rest.get("ended", ("unknown", None, ""))
+    if how not in get_args(How) or not (status is None or type(status) is int) or not isinstance(why, str):
+        raise ValueError(f"a trainer ended {how!r:.40} with status {status!r:.40}: {why!r:.40}")
     for name, seconds in rest.get("phase_seconds", {}).items():
         if Phase(name) and type(seconds) not in (int, float):
             raise ValueError(f"{name} takes {seconds!r:.40}")

@@ -165,7 +165,7 @@ def _rest_of(report: RankReport) -> bytes:
     if report.stalled is not None:
         rest["stalled"] = report.stalled.to_json()
     if report.how is not None:
-        rest["ended"] = report.how, report.wait_status
+        rest["ended"] = report.how, report.wait_status, report.why
     if report.operations is not None:
         rest["operations"] = dict(report.operations)
     if report.phase_seconds:

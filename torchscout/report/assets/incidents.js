@@ -43,7 +43,7 @@ function incidentView(incident, strips) {
     incident.waits.length > 0 && [h("h4", {}, "Who waits for whom"), waitGraph(incident)],
     votes.length > 0 && [h("h4", {}, "Who voted what"), voteTable(votes)],
     times.length > 0 && [h("h4", {}, "Times"), times.map(({ index }) => h("p", {}, link("strip-" + index, "strip of " + nameOf(strips[index].surface) + " among " + rankList(strips[index].peers))))],
-    incident.stacks.length > 0 && [h("h4", {}, "Stacks"), incident.stacks.map(stackView)],
+    incident.stacks.length > 0 && stacksView(incident),
     operationsView(incident),
     bare.length > 0 && h("ul", {}, bare.map((each) => h("li", {}, nameOf(each.surface) + ": " + shown(each.reason, 500)))));
 }
@@ -57,9 +57,14 @@ function voteTable(records) {
   return longTable(["surface", "step", "verdict", "votes: value and ranks"], rows, "votes");
 }
 
-function stackView(stack) {
-  const title = (countOf(stack.ranks) ? rankList(stack.ranks) : "a rank") + (stack.named ? " (named)" : "");
-  return h("details", { open: stack.named }, h("summary", {}, title), h("pre", { tabindex: "0" }, shown(stack.text, 40000)));
+// What named ranks do on the left, what the others do on the right.
+function stacksView(incident) {
+  const waiting = new Set(ranksIn(incident.waiting));
+  const named = incident.stacks.filter((each) => each.named), others = incident.stacks.filter((each) => !each.named);
+  const title = others.every((each) => [...ranksIn(each.ranks)].every((rank) => waiting.has(rank))) ? "Waiting" : "Not named";
+  const side = (title, stacks) => stacks.length > 0 && h("div", {}, named.length > 0 && h("h5", {}, title), stacks.map((each) =>
+    h("details", { open: true }, h("summary", {}, countOf(each.ranks) ? rankList(each.ranks) : "a rank"), h("pre", { tabindex: "0" }, shown(each.text, 40000)))));
+  return [h("h4", {}, "Stacks"), h("div", { class: "sides" }, side("Named", named), side(title, others))];
 }
 
 function operationsView(incident) {

@@ -108,7 +108,7 @@ class CheckpointManager:
         self._due: Callable[[], None] | None = None
         """Starts the capture when the next step begins."""
         self._ledgers = LedgerTiers()
-        self._problems = Problems(f"rank {job.rank}: checkpoints")
+        self._problems = Problems("checkpoints")
         self._reason = "nothing has been captured yet"
         self._is_flushed = False
         """Whether the newest sealed state was written to files when the job ended."""
@@ -336,8 +336,8 @@ class CheckpointManager:
         problem = self._writer.flush(wanted, max(0.0, deadline - time.monotonic()))
         if problem is not None:
             log.error(
-                "rank %d could not write %s to %s: %s; sealed checkpoints remain in %s",
-                *(self._member.rank, wanted[-1], self._disk, problem, self._memory),
+                "could not write %s to %s: %s; sealed checkpoints remain in %s",
+                *(wanted[-1], self._disk, problem, self._memory),
             )
         elif self._member.rank == 0:
             log.info("the checkpoint of %s is in %s", wanted[-1], self._disk)

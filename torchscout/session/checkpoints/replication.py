@@ -74,10 +74,7 @@ class StateReplication:
 
         self.replicator.send(path, over)
         if not is_over.wait(seconds) or not copied[0]:
-            log.warning(
-                "rank %d: another machine has no copy of the loaded state yet: it is lost with this machine",
-                self._job.rank,
-            )
+            log.warning("another machine has no copy of the loaded state yet: it is lost with this machine")
 
     @property
     def newest(self) -> int | None:

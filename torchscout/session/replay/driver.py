@@ -67,8 +67,8 @@ class ReplayParts:
     boundary: Boundary
     finish_update: Callable[[], None]
     """See ``adapters.base.Adapter``."""
-    on_incidents: Callable[[int, list[Incident]], None]
-    """Called on every rank with a rank that reports incidents, and these."""
+    on_incidents: Callable[..., None]
+    """See ``session.incidents.Incidents.publish``."""
     keeps_history: bool  # whether this rank records which checkpoints can be trusted
     still_alive: Callable[[], None]
     """Called repeatedly in a check that takes long because results differ, which is no hang."""
@@ -286,7 +286,7 @@ class ReplayDriver:
         self._guard(self._conclude_times)
         self._share_incidents(bool(agreed.found) or compared.is_slow)
         if self._history.is_new(FINITE, agreed.not_finite, self._communicators.size - self._rank):
-            log.warning("rank %d, step %d: %s", self._rank, step, self._history.held_up[FINITE])
+            log.warning("step %d: %s", step, self._history.held_up[FINITE])
         if not SEVERITY[agreed.severity].accepted:
             self._rotation.take_back(EXPERTS, step)
         self._guard(lambda: self._certifier.decide(step, [*highest], check))
@@ -394,6 +394,8 @@ class ReplayDriver:
         for each in self._recipes:
             each.close()
         self._guard(lambda: self._conclude_times(wait=True))
+        if self._found:  # no further check shares it
+            self._guard(lambda: self._parts.on_incidents(self._rank, self._found, is_shared=False))
         self._recorder.close()
 
     def _learn_ownership(self) -> None:
