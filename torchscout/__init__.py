@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     )
     from torchscout.errors import ScoutError
     from torchscout.mesh import Mesh, MeshAddress, PeerGroup
+    from torchscout.run.notify import Webhook
     from torchscout.session.session import Session
 
 __version__ = "0.1.0"

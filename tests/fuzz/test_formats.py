@@ -31,8 +31,8 @@ from torchscout.observer.record.writer import ProgressWriter
 from torchscout.observer.rounds import protocol
 from torchscout.report.document import documented
 from torchscout.report.standing import standing
-from torchscout.run.folder import End, RankEntry, read_ends, read_roster
-from torchscout.run.reader import IncidentLog, read, read_run
+from torchscout.run.folder import End, Heartbeat, RankEntry, read_ends, read_roster
+from torchscout.run.reader import IncidentLog, Run, read, read_run
 from torchscout.run.writer import RunWriter
 
 
@@ -106,6 +106,19 @@ def test_ends(tmp_path: Path):
         (tmp_path / "ends" / "rank-0.json").write_bytes(text_mutant(chance, document))
         for end in read_ends(tmp_path).values():
             assert standing(entry, end)["state"]
+
+    tried(attempt, ())
+
+
+def test_heartbeats(tmp_path: Path):
+    run, entry = Run(tmp_path), RankEntry.own(0, tmp_path / "record")
+    run.entries.append(entry)
+    document = asdict(Heartbeat(0, entry.record, 3, 30.0))
+
+    def attempt(chance: random.Random) -> None:
+        (tmp_path / "heartbeat.json").write_bytes(text_mutant(chance, document))
+        heard = run.heard()
+        assert heard is None or standing(entry, None, heard)["state"]
 
     tried(attempt, ())
 

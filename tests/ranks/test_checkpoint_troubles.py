@@ -21,10 +21,9 @@ from tests.support.spread_checkpoints import outcomes
 from torchscout.checkpoint.storage import shards
 from torchscout.checkpoint.storage.lock import claim
 from torchscout.checkpoint.trust import ledger
-from torchscout.decision.types import Manifestation
 from torchscout.faults.plan import FaultPlan
 from torchscout.faults.storage import can_fill_disks, on_a_small_disk, restore_folder
-from torchscout.run.reader import read_run
+from torchscout.report.standing import examined
 
 
 def planned(tmp_path: Path, steps: int = 12) -> Plan:
@@ -192,4 +191,4 @@ def test_after_corruption_nothing_is_certified_and_a_restart_is_bitwise_clean(tm
 
 def sdc_of(run_dir: Path) -> list[dict[str, Any]]:
     """As `scout status` shows them."""
-    return [each for each in read_run(run_dir).incidents if each.incident.manifestation is Manifestation.SDC]
+    return [each for each in examined(run_dir)["incidents"] if each["manifestation"] == "sdc"]

@@ -29,7 +29,8 @@ from torchscout.observer import handle as observers
 from torchscout.observer.handle import ObserverHandle, launch
 from torchscout.observer.record.writer import ProgressWriter
 from torchscout.observer.spec import ObserverSpec, describe_mesh
-from torchscout.run.folder import Identity
+from torchscout.report.standing import examined
+from torchscout.run.folder import Identity, RankEntry, read_heartbeat
 from torchscout.run.notify import Webhook
 from torchscout.utils.network import new_token
 from torchscout.utils.procfs import is_running
@@ -77,7 +78,12 @@ def test_a_healthy_job_is_silent_and_a_late_rank_is_named_until_it_moves(tmp_pat
         until(lambda: not any(map(is_running, job.observers)), "the observers leave")
         assert [trainer.wait() for trainer in job.trainers] == [0, 0, 0]
         assert len(job.lines()) == 2
-        assert sorted(path.name for path in tmp_path.iterdir()) == ["ends", "incidents", "observers"]
+        assert sorted(path.name for path in tmp_path.iterdir()) == [
+            "ends",
+            "heartbeat.json",
+            "incidents",
+            "observers",
+        ]
         assert list((tmp_path / "observers").iterdir()) == []
 
 
@@ -246,6 +252,25 @@ def test_settings_are_changed_where_they_are_valid(observer: ObserverHandle):
     with pytest.raises(ValueError, match="silence_multiple must be at least 1, got 0"):
         observer.change(silence_multiple=0)
     assert observer.status(timeout=20)["config"]["silence_multiple"] == QUICK.silence_multiple
+
+
+def test_a_rank_elsewhere_runs_as_long_as_rank_0_is_heard_of(
+    observer: ObserverHandle, assignment: ObserverSpec
+):
+    run_dir = assignment.run_dir
+    own = RankEntry.own(0, Path(assignment.record), 2)
+    for entry in (own, replace(own, rank=1, host="another", hostname="another")):
+        entry.write(run_dir)
+    until(lambda: read_heartbeat(run_dir), "the observer has written one")
+    assert [each["state"] for each in examined(run_dir)["ranks"]] == ["running", "running"]
+    assert examined(run_dir)["exit_status"] == 0
+    os.kill(observer.pid, signal.SIGKILL)
+    until(lambda: not observer.is_running, "it writes no more")
+    os.utime(run_dir / "heartbeat.json", (1e9, 1e9))
+    report = examined(run_dir)
+    assert [each["state"] for each in report["ranks"]] == ["running", "unknown"]
+    assert report["exit_status"] == 2
+    assert "rank 1 since 2001-09-09" in report["sentence"]
 
 
 def test_an_observer_is_in_a_session_of_its_own(observer: ObserverHandle):

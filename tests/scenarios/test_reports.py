@@ -36,6 +36,8 @@ class Run:
     ranks: Sequence[Rank]
     incidents: Sequence[tuple[str, str]] = ()
     """Kind of an incident, and whether it is open, resolved or recovered from."""
+    heard: str = ""
+    """When rank 0 was last heard of: ``now`` or ``an hour ago``."""
 
 
 class Status(NamedTuple):
@@ -44,8 +46,8 @@ class Status(NamedTuple):
     state: str | None
 
 
-def run(*ranks: Rank, incident: tuple[str, str] | None = None) -> Run:
-    return Run(ranks, () if incident is None else (incident,))
+def run(*ranks: Rank, incident: tuple[str, str] | None = None, heard: str = "") -> Run:
+    return Run(ranks, () if incident is None else (incident,), heard)
 
 
 FINISHED, INTERRUPTED, FAILED, KILLED = map(Rank, ("finished", "interrupted", "failed", "killed"))
@@ -83,13 +85,31 @@ STATES = [
         "all ranks are on other machines, and nothing says whether they still run",
         run(ELSEWHERE, ELSEWHERE),
         NOT_KNOWN,
-        wrong=wrong_today("interfaces #1", says=Status("healthy", "elsewhere")),
+    ),
+    Row(
+        "all ranks are on other machines, and rank 0 was heard of a moment ago",
+        run(ELSEWHERE, ELSEWHERE, heard="now"),
+        Status("healthy", "running"),
+    ),
+    Row(
+        "all ranks are on other machines, and rank 0 was heard of an hour ago",
+        run(ELSEWHERE, ELSEWHERE, heard="an hour ago"),
+        NOT_KNOWN,
+    ),
+    Row(
+        "rank 0 was heard of a moment ago, and another rank was killed",
+        run(ELSEWHERE, Rank("killed", elsewhere=True), heard="now"),
+        Status("unhealthy", "killed"),
+    ),
+    Row(
+        "rank 0 was heard of a moment ago, and an incident is open",
+        run(ELSEWHERE, ELSEWHERE, incident=("hang", "open"), heard="now"),
+        Status("unhealthy", "running"),
     ),
     Row(
         "a rank finished here, and nothing says what became of the one on another machine",
         run(FINISHED, ELSEWHERE),
         NOT_KNOWN,
-        wrong=wrong_today("interfaces #1", says=Status("healthy", "elsewhere")),
     ),
     Row(
         "a rank finished, and the machine of another one does not share the run directory",
@@ -132,7 +152,6 @@ WATCHED = [
         "a person watches a run of other machines",
         run(ELSEWHERE, ELSEWHERE),
         "goes on",
-        wrong=wrong_today("interfaces #1", says="ends"),
     ),
 ]
 
@@ -141,7 +160,6 @@ INCIDENTS_FIRST = [
         "a person looks at a run of 512 ranks with an incident: what stands above it",
         run(*[ELSEWHERE] * 512, incident=("sdc", "open")),
         "0 lines about ranks",
-        wrong=wrong_today("interfaces #2", says="512 lines about ranks"),
     )
 ]
 
@@ -202,7 +220,6 @@ LEFT_OUT = [
         "the same, asked by the folder of the checkpoints, as the script for Slurm does",
         Job(CORRUPT_DRY_RUN),
         Hosts("replace", ("b",)),
-        wrong=wrong_today("interfaces #3", says=Hosts("nothing")),
     ),
     # What a later success has disproved is forgotten, and nothing else.
     Row(
@@ -219,19 +236,16 @@ LEFT_OUT = [
         "a machine was repaired, and the job finished on it; asked by the run directory",
         Job(LATE_TWICE, asked="run directory", repaired=["b"], then_finished_on=MACHINES),
         Hosts("nothing"),
-        wrong=wrong_today("interfaces #15", says=Hosts("replace", ("b",))),
     ),
     Row(
         "a machine could not be reached in a dry run, came back, and the job finished on it",
         Job(after(UNREACHABLE, act=[]), asked="run directory", then_finished_on=MACHINES),
         Hosts("nothing"),
-        wrong=wrong_today("interfaces #15", says=Hosts("replace", ("b",))),
     ),
     Row(
         "the job was stopped; a person removed the restart plan, and it finished",
         Job(STOPPED, asked="run directory", is_plan_removed=True, then_finished_on=ONE_EACH),
         Hosts("nothing"),
-        wrong=wrong_today("interfaces #15", says=Hosts("stopped")),
     ),
 ]
 
@@ -243,7 +257,6 @@ OPTIONS = [
         "what is left to torchrun, whose defaults are no restart and one rank for each machine",
         given="the script",
         must_come=[],
-        wrong=wrong_today("interfaces #3", says=["max_restarts", "nproc_per_node", "rdzv_id"]),
     )
 ]
 
@@ -268,7 +281,6 @@ HANG = [
         "a rank hung, and all ranks have left, to be restarted by torchrun",
         given=after(late(2, 40)),
         must_come=either("trains again", "is submitted again"),
-        wrong=wrong_today("interfaces #3", says="does not run any more"),
         marks=[pytest.mark.long],
     )
 ]

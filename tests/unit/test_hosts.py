@@ -10,8 +10,10 @@ import os
 import re
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -19,9 +21,10 @@ from typer.testing import CliRunner
 from tests.unit.test_policy import SDC, decided
 from torchscout.cli.main import app
 from torchscout.decision.types import Action, Decision, Failure
-from torchscout.run.folder import RankEntry
+from torchscout.run.folder import End, RankEntry
 from torchscout.run.restart import RestartPlan
-from torchscout.run.writer import RunWriter
+from torchscout.run.writer import RunWriter, record_one
+from torchscout.session.ending import add_run
 
 ROOT = Path(__file__).parents[2]
 
@@ -79,6 +82,79 @@ def test_machines_that_need_a_preflight_are_not_excluded(tmp_path: Path):
     status, output = ask(tmp_path, "--json")
     assert (status, json.loads(output)["excluded"]) == (0, {})
     assert json.loads(output)["preflight"] == {"node-3": check.sentence}
+
+
+def ran(
+    run_dir: Path,
+    decision: Decision | None,
+    *,
+    ends: tuple[str, ...] = ("finished", "finished"),
+    hosts: tuple[str, ...] = ("node-3", "node-4"),
+    began: float = 60.0,
+) -> Path:
+    """A run of two ranks with a decision, whose newest session began so many seconds after it."""
+    run_dir.mkdir(exist_ok=True)
+    if decision is not None:
+        record_one(run_dir, 0, decision)
+    for rank, (how, host) in enumerate(zip(ends, hosts, strict=False)):
+        entry = replace(RankEntry.own(rank, run_dir / "record", 2), host=host)
+        entry.write(run_dir)
+        if how != "running":
+            End(rank, how, 9, entry.record).write(run_dir)  # type: ignore[arg-type]
+    at = time.time() + began
+    os.utime(run_dir / "ranks", (at, at))
+    return run_dir
+
+
+WRONG, GONE = replacing("node-3"), replace(replacing("node-3"), failure=Failure.MACHINES_GONE)
+
+
+@pytest.mark.parametrize(
+    ("decision", "run", "status"),
+    [
+        (WRONG, {}, 0),
+        (WRONG, {"began": -60.0}, 3),  # it went on with wrong numbers, and finished
+        (GONE, {"began": -60.0}, 0),  # the machine came back
+        (GONE, {"hosts": ("node-4", "node-5")}, 3),
+        (GONE, {"ends": ("finished", "failed")}, 3),
+        (GONE, {"ends": ("finished", "running")}, 3),
+        (GONE, {"ends": ("finished",)}, 3),  # of the other rank nothing is known
+        (STOP, {}, 0),
+        (STOP, {"began": -60.0}, 4),
+        (STOP, {"ends": ("finished", "interrupted")}, 4),
+    ],
+)
+def test_a_later_success_disproves_a_decision(
+    tmp_path: Path, decision: Decision, run: dict[str, Any], status: int
+):
+    assert ask(ran(tmp_path, decision, **run))[0] == status
+
+
+def test_runs_of_the_same_checkpoints_count(tmp_path: Path):
+    """What one of them would have replaced, and that a later one has finished."""
+    first, plan = tmp_path / "first", replacing("node-5", "node-7")
+    ran(first, replacing("node-3"), ends=("failed", "failed"), began=-60.0)
+    record_one(first, 0, replace(plan, is_carried_out=True))
+    add_run(tmp_path, first)
+    RestartPlan().after(plan).write(tmp_path)
+    status, output = ask(tmp_path, "--json")
+    by_plan = dict.fromkeys(plan.hosts, str(RestartPlan.path(tmp_path)))
+    assert (status, json.loads(output)["excluded_by"]) == (3, {**by_plan, "node-3": str(first)})
+    add_run(tmp_path, ran(tmp_path / "second", None, hosts=("node-3", "node-5")))
+    assert ask(tmp_path) == (3, "node-7\n")
+
+
+def test_a_machine_that_a_plan_excludes_without_a_decision_stays_excluded(tmp_path: Path):
+    """A person or an agent has added it; that it was restarted on before says nothing."""
+    restart = replace(replacing("node-3"), action=Action.RESTART)
+    replace(RestartPlan().after(restart), excluded=("node-3",)).write(tmp_path)
+    add_run(tmp_path, ran(tmp_path / "run", restart))
+    assert ask(tmp_path) == (3, "node-3\n")
+
+
+def test_a_run_that_cannot_be_read_is_no_reason_to_use_all_machines(tmp_path: Path):
+    (tmp_path / "incidents" / "rank-0.jsonl").mkdir(parents=True)
+    assert ask(tmp_path)[0] == 2
 
 
 def test_without_excluded_machines_the_file_is_empty(tmp_path: Path):

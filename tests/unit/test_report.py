@@ -32,8 +32,9 @@ from torchscout.decision.types import (
 )
 from torchscout.report.document import documented
 from torchscout.report.evidence import stacks_of, waits_of
+from torchscout.report.live import LiveRun
 from torchscout.report.page import embedded, page
-from torchscout.report.screen import _incidents
+from torchscout.report.screen import watch_screen
 from torchscout.run.folder import End, RankEntry
 from torchscout.run.writer import RunWriter
 from torchscout.utils.text import spans
@@ -198,7 +199,7 @@ def test_every_kind_and_every_action_has_words(tmp_path: Path, kind: Manifestati
     RunWriter(tmp_path, 0).record(replace(CRASH, manifestation=kind, action=action))
     document = documented(tmp_path)
     assert document["incidents"][0]["todo"].endswith(".")
-    assert kind.in_words in "\n".join(_incidents(document["incidents"]))
+    assert kind.in_words in watch_screen(LiveRun(tmp_path).document())
     script = page(document).rpartition("<script>")[2]
     for table in (f'{kind.value}: "{kind.in_words}"', f"{kind.value}: {{ letter: "):
         assert table in script

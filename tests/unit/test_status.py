@@ -21,8 +21,8 @@ from typer.testing import CliRunner
 
 from tests.unit.test_record import INCIDENT
 from torchscout.cli.main import app
-from torchscout.decision.types import Manifestation
-from torchscout.run.folder import REPLAY_FILE, End, How, RankEntry, read_roster
+from torchscout.decision.types import Action, Decision, Failure, Incident, Manifestation, Resolved
+from torchscout.run.folder import REPLAY_FILE, End, Heartbeat, How, RankEntry, read_roster
 from torchscout.run.writer import RunWriter
 from torchscout.session.ending import add_run, mark_recovered
 
@@ -112,7 +112,72 @@ def test_ranks_of_other_machines_are_not_looked_at(tmp_path: Path):
     ended(tmp_path, "finished", rank=0, size=2)
     replace(RankEntry.own(1, tmp_path / "record", 2), host="another", hostname="another").write(tmp_path)
     _, other = report(tmp_path)["ranks"]
-    assert (other["state"], other["inside"]) == ("elsewhere", "run scout status on another")
+    assert (other["state"], other["inside"]) == ("unknown", "run scout status on another")
+
+
+def elsewhere(run_dir: Path, size: int) -> list[RankEntry]:
+    entries = [
+        replace(RankEntry.own(rank, run_dir / f"record-{rank}", size), host="another", hostname="another")
+        for rank in range(size)
+    ]
+    for each in entries:
+        each.write(run_dir)
+    return entries
+
+
+def test_many_ranks_are_counted_and_only_those_that_need_attention_are_listed(tmp_path: Path):
+    entries = elsewhere(tmp_path, 200)
+    Heartbeat(0, entries[0].record, 40, 30.0).write(tmp_path)
+    for entry in entries[100:]:
+        End(entry.rank, "failed", 39, entry.record, "ValueError: no").write(tmp_path)
+    lines = [" ".join(line.split()) for line in ask(tmp_path).stdout.splitlines()]
+    assert "100 running: ranks 0-99, step 40" in lines
+    assert "100 failed: ranks 100-199, step 39" in lines
+    assert len([line for line in lines if "another" in line and "ValueError" in line]) == 64
+    assert len(report(tmp_path)["ranks"]) == 200
+
+
+def test_open_incidents_come_first_each_with_its_job_and_its_decision(tmp_path: Path):
+    elsewhere(tmp_path, 4)
+    sick = replace(STRAGGLER, launcher="Slurm job 4711")
+    over = replace(INCIDENT, sentence="rank 1 was late")
+    writer = RunWriter(tmp_path, 0)
+    for item in (
+        sick,
+        over,
+        decided(over, sentence="restart because of rank 1"),
+        decided(sick, sentence="replace the machine of rank 5"),
+        decided(replace(sick, sentence="of another run"), sentence="stop the job"),
+        Resolved(incident=over.id, step=7, ranks=(1,), sentence=over.sentence, stalled_seconds=3.0),
+    ):
+        writer.record(item)
+    writer.close()
+    output = ask(tmp_path).stdout
+    told = ["Slurm job 4711", "rank 5 is slow", "replace the machine of rank 5", "rank 1 was late"]
+    told += ["restart because of rank 1", "stop the job", "4 unknown: ranks 0-3"]
+    places = [output.index(each) for each in told]
+    assert places == sorted(places)
+    assert [each["id"] for each in report(tmp_path)["incidents"]] == [sick.id, over.id]
+
+
+def decided(incident: Incident, sentence: str) -> Decision:
+    return Decision(
+        step=incident.step,
+        action=Action.RESTART,
+        failure=Failure.HANG,
+        ranks=incident.ranks,
+        hosts=(),
+        sentence=sentence,
+        incident=incident.id,
+    )
+
+
+def test_a_run_whose_incidents_cannot_be_read_is_unknown(tmp_path: Path):
+    ended(tmp_path, "finished")
+    assert ask(tmp_path).exit_code == 0
+    (tmp_path / "incidents" / "rank-0.jsonl").mkdir(parents=True)
+    assert ask(tmp_path).exit_code == 2
+    assert "rank-0.jsonl" in "".join(ask(tmp_path).stdout.split())
 
 
 def test_without_an_argument_the_newest_run_of_the_folder_is_shown(

@@ -31,7 +31,7 @@ def status(
         bool, typer.Option("--watch", help="Refresh every 2 seconds until the job ends.")
     ] = False,
 ) -> None:
-    """Show whether a job is running, finished, interrupted, failed or killed, and its incidents.
+    """Show the incidents of a job, and whether it is running, finished, interrupted, failed or killed.
 
     The exit status is 0 if the job is healthy, 1 if incidents are open or a rank failed or was killed, and 2
     if that is unknown. ``scout watch`` shows more, and follows the job.
@@ -40,7 +40,7 @@ def status(
         raise typer.BadParameter("--watch cannot be combined with --json or --output")
     folder = newest_run(Path.cwd()) if run_dir is None else run_dir
     report = _examined(folder)
-    while watch and report["state"] == "running":
+    while watch and report["state"] in {"running", "unknown"}:
         print(_CLEAR * sys.stdout.isatty() + status_screen(report), flush=True)
         time.sleep(_WATCH_SECONDS)
         report = _examined(folder)
@@ -61,5 +61,5 @@ def newest_run(folder: Path) -> Path:
 
 
 def _examined(run_dir: Path) -> dict[str, Any]:
-    with refusing("RUN_DIR", OSError):  # another user's run, or a damaged one
+    with refusing("RUN_DIR"):  # another user's run, or a damaged one
         return examined(run_dir)

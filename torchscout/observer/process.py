@@ -13,12 +13,14 @@ so a user's script needs no ``__main__`` guard. It imports no torch.
 from __future__ import annotations
 
 import json
+import math
 import os
 import resource
 import secrets
 import signal
 import subprocess
 import sys
+import threading
 import time
 import traceback
 from collections import defaultdict, deque
@@ -44,7 +46,7 @@ from torchscout.observer.rounds.reported_incidents import Finding
 from torchscout.observer.silence import SilenceDetector
 from torchscout.observer.spec import ObserverSpec, mesh_from, relay_ranks
 from torchscout.observer.trainer import Ending, TrainerView
-from torchscout.run.folder import End
+from torchscout.run.folder import HEARTBEAT_SECONDS, End, Heartbeat
 from torchscout.run.notify import Poster, line_about, show
 from torchscout.run.writer import RunWriter, line_of
 from torchscout.utils import child_process
@@ -102,6 +104,9 @@ class ObserverProcess:
         self._end_trainer_at: float | None = None
         self._late = LateDecision(spec)
         self._last_write_error = ""
+        self._next_heartbeat = -math.inf
+        self._heartbeat: threading.Thread | None = None
+        self._has_missed_heartbeat = False
         self._poller = zmq.Poller()
 
     @property
@@ -129,6 +134,8 @@ class ObserverProcess:
 
     def _act(self) -> None:
         self._trainer.look(time.monotonic())
+        if self._trainer.ending is None and time.monotonic() >= self._next_heartbeat:
+            self._write_heartbeat()
         if self._end_trainer_at is not None and time.monotonic() > self._end_trainer_at:
             self._trainer.kill()
         if self._hub is not None and self._hub.is_open:
@@ -398,6 +405,29 @@ class ObserverProcess:
         path = news_of(Path(self._spec.record))
         with suppress(OSError), path.open("ab") as file:  # the trainer may have left and removed the folder
             file.write(line_of(item))
+
+    def _write_heartbeat(self) -> None:
+        """Start to write one, if this observer is rank 0's, or the first one of another run directory.
+
+        In a thread: a file system that hangs must not stop the diagnosis of the hang that it causes.
+        """
+        is_writing = self._heartbeat is not None and self._heartbeat.is_alive()
+        if is_writing or (self._spec.rank != 0 and not self._copied):
+            return
+        self._next_heartbeat = time.monotonic() + HEARTBEAT_SECONDS
+        step = 0 if self._trainer.progress is None else self._trainer.progress.step
+        beat = Heartbeat(self._spec.rank, self._spec.record, step, HEARTBEAT_SECONDS)
+        self._heartbeat = threading.Thread(target=self._beat, args=(beat,), daemon=True)
+        with suppress(RuntimeError):  # there is no room for a thread
+            self._heartbeat.start()
+
+    def _beat(self, beat: Heartbeat) -> None:
+        try:
+            beat.write(self._spec.run_dir)
+        except OSError as error:
+            if not self._has_missed_heartbeat:  # once: a disk stays full
+                _log_error(error)
+            self._has_missed_heartbeat = True
 
     def _write_end(self, ending: Ending) -> None:
         """Record how the trainer ended, unless it has done so itself."""

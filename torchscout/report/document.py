@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from torchscout.decision.types import Action, Decision, Incident, Manifestation
+from torchscout.decision.types import Action, Incident, Manifestation
 from torchscout.mesh import AXES
 from torchscout.report.comparisons import Compared, Comparisons, Round, Target
 from torchscout.report.evidence import (
@@ -21,7 +21,7 @@ from torchscout.report.evidence import (
 from torchscout.run.reader import Reported, Run, read_run
 from torchscout.utils.text import named, spans
 
-__all__ = ["SCHEMA", "document_of", "documented"]
+__all__ = ["SCHEMA", "document_of", "documented", "told"]
 
 SCHEMA = 1
 """Version of the document."""
@@ -49,8 +49,11 @@ def document_of(run: Run, records: Comparisons) -> dict[str, Any]:
         "sentence": _sentence(run, incidents, size),
         "ranks": _ranks(run, size),
         "incidents": incidents,
+        "decisions": [each.to_json() for _, each in run.decisions],
         "timeline": _timeline(run),
-        "trust": _thinned([_trust(time, each) for time, each in run.trust]),
+        "trust": _thinned(
+            [[time, t.step, t.latest, t.candidate, t.verified, t.poisoned] for time, t in run.trust]
+        ),
         "strips": _strips(compared),
         "coverage": _coverage(compared),
         "not_checked": _not_checked(compared, size),
@@ -117,13 +120,13 @@ def _ranks(run: Run, size: int) -> dict[str, Any]:
     } | found
 
 
-def _incident(number: int, reported: Reported, run: Run) -> dict[str, Any]:
+def told(number: int, reported: Reported, run: Run) -> dict[str, Any]:
+    """Return an incident with its place and what was decided about it, without the evidence."""
     incident, end = reported.incident, reported.end
-    decision = _decision_about(incident, run)
-    waits = waits_of(incident) if incident.manifestation is Manifestation.HANG else []
-    waiting = {rank for each in waits for first, last in each["inside"] for rank in range(first, last + 1)}
+    decision = next((each for _, each in run.decisions if each.incident == incident.id), None)
     return {
-        "id": number,
+        "id": incident.id,
+        "number": number,
         "time": reported.time,
         "step": incident.step,
         "manifestation": incident.manifestation.value,
@@ -134,10 +137,20 @@ def _incident(number: int, reported: Reported, run: Run) -> dict[str, Any]:
         "where": _where(incident, run),
         "sentence": incident.sentence,
         "state": "open" if end is None else end.state,
+        "resolved": end is not None,
         "recovered": None if end is None else end.recovered,
         "todo": _ACTIONS[incident.action] if decision is None else decision.sentence,
         "is_decided": decision is not None,
         "is_carried_out": decision is not None and decision.is_carried_out,
+    }
+
+
+def _incident(number: int, reported: Reported, run: Run) -> dict[str, Any]:
+    incident = reported.incident
+    waits = waits_of(incident) if incident.manifestation is Manifestation.HANG else []
+    waiting = {rank for each in waits for first, last in each["inside"] for rank in range(first, last + 1)}
+    return {
+        **told(number, reported, run),
         "waits": waits,
         "waiting": spans(waiting.difference(incident.ranks)),
         "records": records_of(each for each in incident.records if not is_shown_apart(each)),
@@ -167,10 +180,6 @@ def _where(incident: Incident, run: Run) -> list[str]:
     return [*places, *([f"and {more} more"] if more else [])]
 
 
-def _decision_about(incident: Incident, run: Run) -> Decision | None:
-    return next((each for _, each in run.decisions if each.incident == incident.id), None)
-
-
 def _timeline(run: Run) -> list[dict[str, Any]]:
     """What happened, in the order of time."""
     numbers = {each.incident.id: number for number, each in enumerate(run.incidents, start=1)}
@@ -196,10 +205,6 @@ def _timeline(run: Run) -> list[dict[str, Any]]:
         about = numbers.get(decision.incident)
         add(time, decision.step, "decision", f"{kept}{decision.sentence}", about)
     return sorted(events, key=lambda event: event["time"])[-_MOST_EVENTS:]
-
-
-def _trust(time: float, trust: Any) -> list[float | int | None]:
-    return [time, trust.step, trust.latest, trust.candidate, trust.verified, trust.poisoned]
 
 
 def _thinned(points: list[Any]) -> list[Any]:

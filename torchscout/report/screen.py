@@ -8,13 +8,12 @@ from typing import Any
 from rich.table import Table
 
 from torchscout.decision.types import Manifestation
+from torchscout.report.standing import COLUMNS, overview
 from torchscout.utils.tables import stacked, table
 from torchscout.utils.text import listed, visible
 
 __all__ = ["status_screen", "watch_screen"]
 
-_COLUMNS = ("rank", "host", "pid", "state", "step", "phase", "silent_seconds", "inside")
-_HEADS = {"silent_seconds": "silent s"}
 _MOST_LAYERS = 200
 
 
@@ -22,75 +21,69 @@ def status_screen(report: Mapping[str, Any]) -> str:
     """Return the screen of what ``standing.examined`` has returned."""
     # One line, however wide, for those who search it.
     head = visible(f"{report['run_dir']}: {report['sentence']}")
-    parts: list[Table | str] = ["", _ranks(report["ranks"])]
-    if (replay := report["replay"]) is not None:
-        parts += ["", str(replay["sentence"])]
-    for incident in report["incidents"]:
-        parts += ["", _incident(incident)]
-    for decision in report["decisions"]:
-        kept = "" if decision["is_carried_out"] else ", not carried out"
-        parts += ["", f"decision{kept}: {decision['sentence']}"]
-    return f"{head}\n{stacked(parts)}"
+    return f"{head}\n{stacked(['', *_found({**report, 'now': overview(report)}), *_problems(report)])}"
 
 
 def watch_screen(document: Mapping[str, Any], width: int | None = None) -> str:
     """Return everything that there is to say about a live document."""
-    now = document["now"]
-    parts: list[Table | str] = [f"{document['run_dir']}: {now['sentence']}", ""]
-    parts += [*_incidents(document["incidents"]), ""]
-    parts += [_heading("Ranks", _counts(now["counts"]))]
-    if now["ranks"]:
-        parts.append(_ranks(now["ranks"]))
-    if now["unlisted"]:
-        parts.append(f"and {now['unlisted']} more; these need attention most")
-    if "elsewhere" in now["counts"]:
-        parts.append("  scout watch on their machines shows where the ranks elsewhere are")
-    parts += ["", *_checks(document), "", *_trust(document["trust"]), "", *_coverage(document)]
-    parts += [*_problems(document)]
-    return stacked(parts, width)
+    parts: list[Table | str] = [f"{document['run_dir']}: {document['now']['sentence']}", ""]
+    parts += [*_found(document), "", *_checks(document), "", *_trust(document["trust"]), ""]
+    return stacked([*parts, *_coverage(document), *_problems(document)], width)
 
 
 def _heading(name: str, about: str) -> str:
     return f"{name.upper()}: {about}" if about else name.upper()
 
 
-def _ranks(rows: Sequence[Mapping[str, Any]]) -> Table:
-    names = [*_COLUMNS, *(["device"] if any(row.get("device") for row in rows) else [])]
-    cells = (["" if (cell := row.get(name)) is None else str(cell) for name in names] for row in rows)
-    return table([_HEADS.get(name, name) for name in names], cells)
+def _found(document: Mapping[str, Any]) -> Iterator[Table | str]:
+    """Incidents with what was decided about them, then ranks."""
+    incidents, now = document["incidents"], document["now"]
+    still = sum(each["state"] == "open" for each in incidents)
+    yield _heading("Incidents", f"{still} open, {len(incidents) - still} over" if incidents else "none")
+    for each in sorted(incidents, key=lambda each: (each["state"] != "open", -each["number"])):
+        yield from _incident(each)
+    known = {each["id"] for each in incidents}
+    for each in document["decisions"]:
+        if each["incident"] not in known:
+            yield f"  decision, step {each['step']}: {each['sentence']}{_done(each)}"
+    if now["checks"] is not None:
+        yield f"  {now['checks']}"
+    yield from ("", _heading("Ranks", "" if now["states"] else "none"))
+    for each in now["states"]:
+        first, last = each["steps"] or (None, None)
+        at = "" if first is None else f", step {first}" if first == last else f", steps {first} to {last}"
+        yield f"  {each['count']} {each['state']}: {_spans(each['ranks'])}{at}"
+    if now["hosts"]:
+        yield f"  scout status on {listed(now['hosts'])} shows more about the ranks there"
+    if rows := now["ranks"]:
+        names = [name for name in COLUMNS if name != "device" or any(row[name] for row in rows)]
+        cells = (["" if row[name] is None else str(row[name]) for name in names] for row in rows)
+        yield from ("", table([name.replace("silent_seconds", "silent s") for name in names], cells))
+    if now["unlisted"]:
+        yield f"and {now['unlisted']} more; these need attention most"
 
 
-def _incident(incident: Mapping[str, Any]) -> str:
+def _incident(incident: Mapping[str, Any]) -> Iterator[str]:
     state = "OPEN" if incident["state"] == "open" else incident["state"]
     if incident["recovered"] is not None:
         state += f" by resuming from step {incident['recovered']}"
-    return f"step {incident['step']}, {state}: {incident['sentence']}"
+    kind = Manifestation(incident["manifestation"]).in_words
+    about = ", ".join(filter(None, (kind, incident["launcher"], f"step {incident['step']}", state)))
+    yield f"  {about}: {incident['sentence']}"
+    yield f"    where: {'; '.join(incident['where']) or 'no rank is named'}"
+    yield f"    what to do: {incident['todo']}{_done(incident) if incident['is_decided'] else ''}"
 
 
-def _incidents(incidents: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Those that are open first, the newest of them first."""
-    still = sum(each["state"] == "open" for each in incidents)
-    yield _heading("Incidents", f"{still} open, {len(incidents) - still} over" if incidents else "none")
-    for each in sorted(incidents, key=lambda each: (each["state"] != "open", -each["id"])):
-        done = "" if not each["is_decided"] else " (done)" if each["is_carried_out"] else " (not carried out)"
-        yield f"  {Manifestation(each['manifestation']).in_words}, {_incident(each)}"
-        yield f"    where: {'; '.join(each['where']) or 'no rank is named'}"
-        yield f"    what to do: {each['todo']}{done}"
-
-
-def _counts(counts: Mapping[str, int]) -> str:
-    return ", ".join(f"{count} {state}" for state, count in counts.items()) or "none"
+def _done(decision: Mapping[str, Any]) -> str:
+    return " (done)" if decision["is_carried_out"] else " (not carried out)"
 
 
 def _checks(document: Mapping[str, Any]) -> Iterator[str]:
-    rows = document["coverage"]
+    rows, ranks = document["coverage"], document["ranks"]
     made, found = sum(row["count"] for row in rows), sum(row["findings"] for row in rows)
     last = max((row["last"] for row in rows), default=0)
     about = f"{made} comparisons up to step {last}, {found} with a difference" if rows else "none recorded"
     yield _heading("Checks", about)
-    if document["now"]["checks"] is not None:
-        yield f"  {document['now']['checks']}"
-    ranks = document["ranks"]
     yield f"  observed for hangs: {ranks['observed']} of {ranks['size']} ranks"
 
 
@@ -131,12 +124,11 @@ def _coverage(document: Mapping[str, Any]) -> Iterator[Table | str]:
 
 def _spans(spans: Iterable[Sequence[int]]) -> str:
     texts = [str(first) if first == last else f"{first}-{last}" for first, last in spans]
-    return f"ranks {listed(texts, most=12)}"
+    return f"{'rank' if len(texts) == 1 and '-' not in texts[0] else 'ranks'} {listed(texts, most=12)}"
 
 
 def _problems(document: Mapping[str, Any]) -> Iterator[str]:
     count = len(document["problems"]) + document["unlisted_problems"]
     if count:
-        yield ""
-        yield _heading("Not readable", f"{count} lines or files; the rest is shown")
+        yield from ("", _heading("Not readable", f"{count} lines or files; the rest is shown"))
         yield from (f"  {each}" for each in document["problems"][:20])

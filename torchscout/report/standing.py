@@ -2,93 +2,88 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from itertools import starmap
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from torchscout.decision.progress import Process, Progress
-from torchscout.decision.types import Incident, Manifestation, Resolved
+from torchscout.decision.types import Manifestation
 from torchscout.errors import TornRecordError
 from torchscout.observer.record.directory import ProcessIdentity
 from torchscout.observer.record.reader import ProgressReader
-from torchscout.run.folder import End, RankEntry, read_ends, read_roster
-from torchscout.run.reader import IncidentLog, Run
+from torchscout.report.document import told
+from torchscout.run.folder import End, RankEntry
+from torchscout.run.reader import Heard, Run, is_run, read_run
 from torchscout.utils.procfs import boot_id
-from torchscout.utils.text import named
+from torchscout.utils.text import named, ranks_in_words, spans
 
-__all__ = ["examined", "job_state", "standing"]
+__all__ = ["COLUMNS", "examined", "job_state", "overview", "standing"]
 
 HEALTHY, SICK, UNKNOWN = 0, 1, 2
 """Exit statuses of ``scout status``."""
-_WORST_FIRST = ("killed", "failed", "interrupted", "running", "elsewhere", "finished")
+_WORST_FIRST = ("killed", "failed", "interrupted", "running", "unknown", "finished")
 """The state of a job is the first of these that any of its ranks is in."""
-_RUNNING = {"running", "stopped", "paused"}
+_AS_THE_JOB = {"stopped": "running", "paused": "running"}
+_ATTENTION = ("unknown", "killed", "failed", "stopped", "running", "paused", "interrupted")
+"""States of the ranks that are listed, the most urgent first."""
+_MOST_ROWS = 64
+"""Ranks that are listed; the others are counted."""
+COLUMNS = ("rank", "host", "pid", "state", "step", "phase", "silent_seconds", "inside", "device")
+"""What is shown of a rank that is listed."""
 
 
 def examined(run_dir: Path) -> dict[str, Any]:
-    """Return the report of ``scout status``; raises ``OSError`` or ``ValueError`` if this is no whole run."""
-    entries, ends, log = read_roster(run_dir), read_ends(run_dir), IncidentLog.read(run_dir)
-    incidents = [*starmap(_incident, log.entries)]
-    if not entries:
-        raise ValueError(f"{run_dir} is not the run directory of a job: it has no ranks/rank-0.json")
+    """Return the report of ``scout status``; raises ``ValueError`` if this is no run directory."""
+    run = read_run(run_dir)
+    if not run.entries:
+        missing = f"{run_dir} is not the run directory of a job: it has no ranks/rank-0.json"
+        raise ValueError(run.problems[0] if run.problems else missing)
     return {
         "run_dir": str(run_dir),
-        **job_state(entries, ends, incidents),
-        "replay": Run(run_dir).replay(),
-        "incidents": incidents,
-        "decisions": [each.to_json() for each in log.decisions],
+        **job_state(run),
+        "incidents": [told(number, each, run) for number, each in enumerate(run.incidents, start=1)],
+        "decisions": [each.to_json() for _, each in run.decisions],
+        "problems": run.problems,
+        "unlisted_problems": run.unlisted,
     }
 
 
-def job_state(
-    entries: Sequence[RankEntry], ends: Mapping[int, End], incidents: Sequence[Mapping[str, Any]]
-) -> dict[str, Any]:
-    """Return the state of the job and of each rank; of incidents, state and manifestation matter."""
-    ranks = [standing(entry, ends.get(entry.rank)) for entry in entries]
-    size = max((entry.size for entry in entries), default=0)
-    missing = sorted({*range(size)} - {entry.rank for entry in entries})
-    state = overall([rank["state"] for rank in ranks])
+def job_state(run: Run) -> dict[str, Any]:
+    """Return the state of the job and of each rank."""
+    heard, ends = run.heard(), {end.rank: end for end in run.ends}
+    ranks = [standing(entry, ends.get(entry.rank), heard) for entry in run.entries]
+    size = max((entry.size for entry in run.entries), default=0)
+    missing = sorted({*range(size)} - {entry.rank for entry in run.entries})
+    states = {_AS_THE_JOB.get(state := _state(rank), state) for rank in ranks}
+    state = next((each for each in _WORST_FIRST if each in states), "unknown")
+    is_sick = state in {"killed", "failed"} or any(each.end is None for each in run.incidents)
+    is_unknown = not ranks or "unknown" in states or missing or run.unread
     return {
         "state": state,
-        "exit_status": judged(state, ranks, incidents, missing),
-        "sentence": sentence(state, ranks, incidents, missing),
+        "exit_status": SICK if is_sick else UNKNOWN if is_unknown else HEALTHY,
+        "sentence": _sentence(state, ranks, run, heard, missing),
         "ranks": ranks,
+        "replay": run.replay(),
     }
 
 
-def overall(states: Sequence[str]) -> str:
-    """The job's state, from those of its ranks."""
-    plain = {"running" if each in _RUNNING else each for each in states}
-    return next((each for each in _WORST_FIRST if each in plain), "unknown")
-
-
-def judged(
-    state: str,
-    ranks: Sequence[Mapping[str, Any]],
-    incidents: Sequence[Mapping[str, Any]],
-    missing: Sequence[int],
-) -> int:
-    """The exit status."""
-    if state in {"killed", "failed"} or any(each["state"] == "open" for each in incidents):
-        return SICK
-    is_unknown = state == "unknown" or any(rank["state"].startswith("unknown") for rank in ranks)
-    return UNKNOWN if is_unknown or missing else HEALTHY
-
-
-def sentence(
-    state: str,
-    ranks: Sequence[Mapping[str, Any]],
-    incidents: Sequence[Mapping[str, Any]],
-    missing: Sequence[int],
+def _sentence(
+    state: str, ranks: Sequence[Mapping[str, Any]], run: Run, heard: Heard | None, missing: Sequence[int]
 ) -> str:
     """The first line of the screen."""
+    if not ranks:
+        return f"{run.run_dir} {'has no ranks yet' if is_run(run.run_dir) else 'is no run directory yet'}"
     known = [rank["step"] for rank in ranks if rank.get("step") is not None]
     parts = [f"{state}, step {min(known)}" if known else state]
     if state in {"killed", "failed"}:
         parts[0] += f": {named([rank['rank'] for rank in ranks if rank['state'] == state])}"
-    still_open = [each for each in incidents if each["state"] == "open"]
-    if any(each["manifestation"] == Manifestation.SDC.value for each in still_open):
+    if silent := [rank["rank"] for rank in ranks if not rank["is_here"] and rank["state"] == "unknown"]:
+        since = "at all: there is no heartbeat" if heard is None else f"since {_moment(heard)}"
+        parts.append(f"nothing was heard of {ranks_in_words(silent)} {since}")
+    still_open = [each.incident for each in run.incidents if each.end is None]
+    if any(each.manifestation is Manifestation.SDC for each in still_open):
         parts.append("its state is corrupt and was not recovered")
     parts.append(f"{len(still_open) or 'no'} open incident{'s' * (len(still_open) != 1)}")
     if missing:
@@ -96,26 +91,37 @@ def sentence(
     return "; ".join(parts)
 
 
-def standing(entry: RankEntry, end: End | None = None) -> dict[str, Any]:
-    """The state of one rank, as far as it is visible from this machine."""
+def _moment(heard: Heard) -> str:
+    return f"{datetime.fromtimestamp(heard.time).astimezone():%Y-%m-%d %H:%M:%S %z}, step {heard.step}"
+
+
+def standing(entry: RankEntry, end: End | None = None, heard: Heard | None = None) -> dict[str, Any]:
+    """The state of one rank, as far as it is visible from this machine; ``end`` is that of its session."""
     line: dict[str, Any] = {name: getattr(entry, name) for name in ("rank", "host", "pid", "interface")}
-    line["device_name"] = entry.device
-    if end is not None and end.record == entry.record:
+    line |= {"device_name": entry.device, "is_here": entry.is_here}
+    if end is not None:
         return {**line, "state": end.how, "step": end.step, "inside": " ".join(end.why.split()) or None}
-    if not entry.is_here:
-        return {**line, "state": "elsewhere", "inside": f"run scout status on {entry.host}"}
+    if entry.is_here:
+        return line | _seen(entry)
+    line["inside"] = f"run scout status on {entry.host}"
+    if heard is None or not heard.is_fresh:
+        return {**line, "state": "unknown"}
+    return {**line, "state": "running", "step": heard.step}
+
+
+def _seen(entry: RankEntry) -> dict[str, Any]:
+    """What the progress record of a rank on this machine says."""
     try:
         reader = ProgressReader(Path(entry.record))
         progress = reader.read()
     except FileNotFoundError:
-        return {**line, "state": without_record(entry)}
+        return {"state": without_record(entry)}
     except TornRecordError:
-        return {**line, "state": Process.RUNNING.value}
+        return {"state": Process.RUNNING.value}
     except (OSError, ValueError) as error:  # of another user or version, or damaged
-        return {**line, "state": f"unknown: {getattr(error, 'strerror', None) or error}"}
+        return {"state": f"unknown: {getattr(error, 'strerror', None) or error}"}
     last = progress.recent[-1] if progress.recent else None
     return {
-        **line,
         "state": state_of(reader),
         "step": progress.step,
         "operation": progress.operation,
@@ -149,15 +155,43 @@ def device_of(progress: Progress) -> str | None:
     return {True: "busy", False: "idle", None: None}[progress.device_busy]
 
 
-def _incident(item: Incident, end: Resolved | None) -> dict[str, Any]:
-    state = "open" if end is None else end.state
+def overview(job: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a screen has room for: how many ranks are in each state, and the ranks that need attention
+    most. Of a rank elsewhere that has not ended, and of one that has finished, there is nothing to say."""
+    by_state, known, hosts = defaultdict[str, list[Mapping[str, Any]]](list), list[Any](), set[str]()
+    for rank in sorted(job["ranks"], key=_attention):
+        by_state[_state(rank)].append(rank)
+        if not rank["is_here"] and rank["state"] in {"running", "unknown"}:
+            hosts.add(rank["host"])
+        elif rank["state"] != "finished":
+            known.append(rank)
     return {
-        "id": item.id,
-        "step": item.step,
-        "launcher": item.launcher,
-        "manifestation": item.manifestation.value,
-        "sentence": item.sentence,
-        "state": state,
-        "resolved": state != "open",
-        "recovered": None if end is None else end.recovered,
+        "state": job["state"],
+        "sentence": job["sentence"],
+        "states": [{"state": state, **_together(ranks)} for state, ranks in by_state.items()],
+        "ranks": [{name: rank.get(name) for name in COLUMNS} for rank in known[:_MOST_ROWS]],
+        "unlisted": max(0, len(known) - _MOST_ROWS),
+        "hosts": sorted(hosts),
+        "checks": None if job["replay"] is None else job["replay"]["sentence"],
     }
+
+
+def _together(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    steps = [rank["step"] for rank in ranks if rank.get("step") is not None]
+    return {
+        "count": len(ranks),
+        "ranks": spans(rank["rank"] for rank in ranks),
+        "steps": [min(steps), max(steps)] if steps else None,
+    }
+
+
+def _state(rank: Mapping[str, Any]) -> str:
+    """The state without the reason why it is unknown."""
+    state: str = rank["state"].partition(":")[0]
+    return state
+
+
+def _attention(rank: Mapping[str, Any]) -> tuple[int, float, int]:
+    state = _state(rank)
+    place = _ATTENTION.index(state) if state in _ATTENTION else len(_ATTENTION)
+    return place, -(rank.get("silent_seconds") or 0.0), rank["rank"]

@@ -5,12 +5,14 @@ incidents/observer-N.jsonl  the same, by its observer
 records/                    comparisons, likewise; see ``run.writer``
 history.jsonl               starts of the job, and which checkpoints could be trusted when, by rank 0
 replay.json                 whether checks are on or off, by rank 0. Written once they have failed
+heartbeat.json              replaced every 30 s by the observer of rank 0, as long as its trainer lives
 ranks/rank-N.json           where rank N runs
 ends/rank-N.json            how its session ended. A session that is closed writes its own end; for a trainer
                             that ended in any other way, its observer does
 observers/rank-N.log        errors of its observer
 
-Each file has one writer. Machines that do not share a disk have a folder each, with what all ranks found.
+Each file has one writer. Machines that do not share a disk have a folder each, with what all ranks found, and
+a heartbeat of their own.
 """
 
 from __future__ import annotations
@@ -30,22 +32,30 @@ from torchscout.utils.identity import host_name, launcher_job
 from torchscout.utils.private_files import make_folders, replace_text
 
 __all__ = [
+    "HEARTBEAT_SECONDS",
     "HISTORY_FILE",
     "INCIDENTS_FOLDER",
     "RECORDS_FOLDER",
     "REPLAY_FILE",
+    "RUNS_FILE",
     "End",
+    "Heartbeat",
     "How",
     "Identity",
     "RankEntry",
     "read_end",
     "read_ends",
+    "read_heartbeat",
     "read_roster",
     "read_roster_entries",
 ]
 
 INCIDENTS_FOLDER, RECORDS_FOLDER = "incidents", "records"
 HISTORY_FILE, REPLAY_FILE = "history.jsonl", "replay.json"
+RUNS_FILE = "runs.jsonl"
+"""In the folder of the checkpoints: the run directories of the runs that have used it."""
+HEARTBEAT_SECONDS = 30.0
+_HEARTBEAT = "heartbeat.json"
 _RANKS, _ENDS = "ranks", "ends"
 _SESSION = "session-"
 
@@ -208,6 +218,31 @@ def _read_end(path: Path) -> End | None:
     except (OSError, ValueError, RecursionError):
         return None
     return end
+
+
+@dataclass(frozen=True, slots=True)
+class Heartbeat:
+    """Says that a trainer lives: a power loss or SIGKILL of everything leaves no end behind."""
+
+    rank: int
+    record: str
+    """The record of its session, as in the rank's entry: the heartbeat of another session is out of date."""
+    step: int
+    interval: float
+    """Seconds until the next one."""
+
+    def write(self, run_dir: Path) -> None:
+        """Raises ``OSError`` if it cannot be written, also if somebody has removed the folder."""
+        replace_text(run_dir / _HEARTBEAT, json.dumps(asdict(self)) + "\n")
+
+
+def read_heartbeat(run_dir: Path) -> tuple[Heartbeat, float] | None:
+    """Return the last heartbeat with the time at which it was written; None if none can be read."""
+    try:
+        with (run_dir / _HEARTBEAT).open() as file:
+            return parsed(Heartbeat, json.load(file)), os.fstat(file.fileno()).st_mtime
+    except (OSError, ValueError, RecursionError):
+        return None
 
 
 def _path(folder: Path, rank: int) -> Path:

@@ -9,11 +9,12 @@ from __future__ import annotations
 import json
 import math
 import os
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 from torchscout.decision.types import (
     SCHEMA,
@@ -30,15 +31,18 @@ from torchscout.run.folder import (
     INCIDENTS_FOLDER,
     RECORDS_FOLDER,
     REPLAY_FILE,
+    RUNS_FILE,
     End,
     RankEntry,
     read_ends,
+    read_heartbeat,
     read_roster_entries,
 )
 
 __all__ = [
     "MOST_PROBLEMS",
     "Follower",
+    "Heard",
     "IncidentLog",
     "Problem",
     "Reported",
@@ -49,11 +53,14 @@ __all__ = [
     "read",
     "read_run",
     "record_files",
+    "runs_of",
 ]
 
 MOST_PROBLEMS = 200
 """Problems that are kept in words; further ones are counted."""
 _MOST_RANKS = 1 << 20
+_MOST_INTERVALS = 3
+"""A heartbeat that is as many intervals old says nothing any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,6 +256,15 @@ class Reported:
     end: Resolved | None
 
 
+class Heard(NamedTuple):
+    """The last heartbeat of a job."""
+
+    step: int
+    time: float
+    """When it was written."""
+    is_fresh: bool
+
+
 @dataclass(slots=True)
 class Run:
     """What a run directory says, but for its records, which take long to read in a large job."""
@@ -265,8 +281,26 @@ class Run:
     problems: list[str] = field(default_factory=list)
     unlisted: int = 0
     """Problems beyond ``MOST_PROBLEMS``."""
+    unread: str = ""
+    """The first file or folder that could not be read at all."""
+
+    @property
+    def has_finished(self) -> bool:
+        """Whether every rank is known to have finished."""
+        finished = {end.rank for end in self.ends if end.how == "finished"}
+        size = max((entry.size for entry in self.entries), default=0)
+        return bool(finished) and finished >= {*range(size), *(entry.rank for entry in self.entries)}
+
+    @property
+    def began(self) -> float:
+        """When the last rank entered itself: the beginning of the newest session. 0 if there was none."""
+        try:
+            return (self.run_dir / "ranks").stat().st_mtime
+        except OSError:
+            return 0.0
 
     def note(self, problem: object) -> None:
+        self.unread = self.unread or (str(problem) if isinstance(problem, OSError) else "")
         if len(self.problems) < MOST_PROBLEMS:
             self.problems.append(str(problem))
         else:
@@ -323,6 +357,17 @@ class Run:
             elif isinstance(line.item, Trust):
                 self.trust.append((line.time, line.item))
 
+    def heard(self) -> Heard | None:
+        """Return the last heartbeat of the present session; None if there is none. The time of the file is
+        compared with the clock of this machine: where they differ very much, a heartbeat is not fresh."""
+        found = read_heartbeat(self.run_dir)
+        if found is None:
+            return None
+        beat, at = found
+        if not any((entry.rank, entry.record) == (beat.rank, beat.record) for entry in self.entries):
+            return None
+        return Heard(beat.step, at, abs(time.time() - at) < _MOST_INTERVALS * beat.interval)
+
     def replay(self) -> dict[str, Any] | None:
         """Return whether checks are on; None if they have never failed, or rank 0 could not write that."""
         try:
@@ -339,6 +384,17 @@ def read_run(run_dir: Path) -> Run:
     run.read_ranks()
     run.read_events()
     return run
+
+
+def runs_of(checkpoints: Path) -> list[Path]:
+    """Return the run directories of the runs that have used a folder of checkpoints; raises ``OSError``."""
+    found = dict[Path, None]()
+    with suppress(FileNotFoundError):
+        for line in (checkpoints / RUNS_FILE).read_text().splitlines():
+            with suppress(ValueError):  # a line that a full disk has cut short
+                if isinstance(run_dir := json.loads(line), str):
+                    found[Path(run_dir)] = None
+    return [*found]
 
 
 def is_run(run_dir: Path) -> bool:

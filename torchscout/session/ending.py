@@ -6,13 +6,12 @@ import json
 import os
 import signal
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from pathlib import Path
 
 from torchscout.decision.types import Incident, Manifestation, Resolved
-from torchscout.run.folder import How
-from torchscout.run.reader import IncidentLog
+from torchscout.run.folder import RUNS_FILE, How
+from torchscout.run.reader import IncidentLog, runs_of
 from torchscout.run.writer import record_one
 from torchscout.utils.private_files import open_file
 from torchscout.utils.text import listed
@@ -20,7 +19,6 @@ from torchscout.utils.text import listed
 __all__ = ["add_run", "closing_line", "how_ended", "mark_recovered", "why_ended"]
 
 _INTERRUPTED = {128 + number for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)}
-_NAME = "runs.jsonl"
 
 
 def how_ended(error: BaseException | None) -> How:
@@ -65,7 +63,7 @@ def closing_line(
 
 def add_run(checkpoints: Path, run_dir: Path) -> None:
     """Record in the checkpoint folder that this run uses it; raises ``OSError`` if that fails."""
-    with os.fdopen(open_file(checkpoints / _NAME, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "a") as file:
+    with os.fdopen(open_file(checkpoints / RUNS_FILE, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "a") as file:
         file.write(json.dumps(str(run_dir)) + "\n")
 
 
@@ -73,7 +71,7 @@ def mark_recovered(checkpoints: Path, step: int) -> list[Resolved]:
     """Mark corruption that earlier runs found after this step as resolved: all ranks have loaded the state of
     this step. Return what was marked."""
     marked = []
-    for run_dir in dict.fromkeys(_runs(checkpoints)):
+    for run_dir in runs_of(checkpoints):
         for each in IncidentLog.read(run_dir).open_incidents:
             if each.step > step and each.manifestation is Manifestation.SDC:
                 end = Resolved(
@@ -87,11 +85,3 @@ def mark_recovered(checkpoints: Path, step: int) -> list[Resolved]:
                 record_one(run_dir, 0, end)
                 marked.append(end)
     return marked
-
-
-def _runs(checkpoints: Path) -> Iterator[Path]:
-    with suppress(FileNotFoundError):
-        for line in (checkpoints / _NAME).read_text().splitlines():
-            with suppress(ValueError):  # a line that a full disk has cut short
-                if isinstance(found := json.loads(line), str):
-                    yield Path(found)

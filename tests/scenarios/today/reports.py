@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -38,7 +39,7 @@ from torchscout.decision.types import (
 )
 from torchscout.preflight.runner import Preflight
 from torchscout.preflight.workload import Workload
-from torchscout.run.folder import End, RankEntry
+from torchscout.run.folder import End, Heartbeat, RankEntry, read_roster
 from torchscout.run.restart import RestartPlan
 from torchscout.run.writer import RunWriter, record_one
 from torchscout.session.ending import add_run, mark_recovered
@@ -103,6 +104,11 @@ def _made(run: Run, run_dir: Path) -> Iterator[None]:
             started += _rank(run_dir, number, rank, len(run.ranks))
         for kind, how in run.incidents:
             _record(run_dir, _incident(kind), how)
+        if run.heard:
+            Heartbeat(0, read_roster(run_dir)[0].record, 12, 30.0).write(run_dir)
+        if run.heard == "an hour ago":
+            long_ago = time.time() - 3600
+            os.utime(run_dir / "heartbeat.json", (long_ago, long_ago))
         yield
     finally:
         for each in started:

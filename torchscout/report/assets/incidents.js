@@ -12,7 +12,7 @@ function summary(data) {
       h("p", { class: "sentence" }, shown(each.sentence, 1500)),
       h("p", { class: "where" }, h("b", {}, "Where: "), each.where.map((place) => shown(place, 400)).join("; ") || "no rank is named"),
       h("p", { class: "todo" }, h("b", {}, "What to do: "), shown(each.todo, 1500), " ", doneOf(each)),
-      h("p", {}, link("incident-" + each.id, "Evidence for incident " + each.id))))));
+      h("p", {}, link("incident-" + each.number, "Evidence for incident " + each.number))))));
 }
 
 function kindOf(incident) {
@@ -31,15 +31,15 @@ function doneOf(incident) {
 }
 
 function incidentView(incident, strips) {
-  const id = "incident-" + incident.id;
+  const id = "incident-" + incident.number;
   const votes = incident.records.filter((each) => each.votes.length > 0);
   const bare = incident.records.filter((each) => each.votes.length === 0);
   const times = strips.map((strip, index) => ({ strip, index })).filter(({ strip }) =>
     incident.records.some((each) => each.is_time && each.surface === strip.surface && JSON.stringify(each.peers) === JSON.stringify(strip.peers)));
   return h("article", { id, class: "incident", "aria-labelledby": id + "-title" },
-    h("h3", { id: id + "-title" }, badge(kindOf(incident)), " Incident " + incident.id + ": " + word(incident.manifestation) + " at step " + incident.step),
+    h("h3", { id: id + "-title" }, badge(kindOf(incident)), " Incident " + incident.number + ": " + word(incident.manifestation) + " at step " + incident.step),
     h("p", {}, shown(incident.sentence)),
-    h("p", { class: "facts" }, "scope: " + word(incident.scope) + "; " + (countOf(incident.ranks) ? rankList(incident.ranks) : "no rank") + " named; ", stateOf(incident), "; ", link("event-" + incident.id, "in the timeline"), "; ", link("incidents", "back to the summary")),
+    h("p", { class: "facts" }, "scope: " + word(incident.scope) + "; " + (countOf(incident.ranks) ? rankList(incident.ranks) : "no rank") + " named; ", stateOf(incident), "; ", link("event-" + incident.number, "in the timeline"), "; ", link("incidents", "back to the summary")),
     incident.waits.length > 0 && [h("h4", {}, "Who waits for whom"), waitGraph(incident)],
     votes.length > 0 && [h("h4", {}, "Who voted what"), voteTable(votes)],
     times.length > 0 && [h("h4", {}, "Times"), times.map(({ index }) => h("p", {}, link("strip-" + index, "strip of " + nameOf(strips[index].surface) + " among " + rankList(strips[index].peers))))],
@@ -82,11 +82,11 @@ function waitGraph(incident) {
   const height = waits.length * high + 4;
   const names = new Set(ranksIn(incident.ranks));
   const picture = svg("svg", { viewBox: "0 0 " + width + " " + height, role: "img", class: "waits", "aria-label": "wait graph: " + incident.waits.map(waitSentence).join(" ") });
-  picture.append(svg("defs", {}, svg("marker", { id: "arrow-" + incident.id, viewBox: "0 0 8 8", refX: 8, refY: 4, markerWidth: 7, markerHeight: 7, orient: "auto" }, svg("path", { d: "M0 0 L8 4 L0 8 z", class: "arrow-head" }))));
+  picture.append(svg("defs", {}, svg("marker", { id: "arrow-" + incident.number, viewBox: "0 0 8 8", refX: 8, refY: 4, markerWidth: 7, markerHeight: 7, orient: "auto" }, svg("path", { d: "M0 0 L8 4 L0 8 z", class: "arrow-head" }))));
   const node = (x, y, kind, lines) => picture.append(svg("g", {},
     svg("rect", { x, y, width: box, height: 44, rx: kind === "operation" ? 22 : 4, class: "node node-" + kind }),
     lines.map((line, index) => svg("text", { x: x + box / 2, y: y + (lines.length === 1 ? 27 : 18 + 17 * index), class: index ? "small" : "" }, shown(line, 30)))));
-  const arrow = (x1, y1, x2, y2) => picture.append(svg("line", { x1, y1, x2, y2, class: "arrow", "marker-end": "url(#arrow-" + incident.id + ")" }));
+  const arrow = (x1, y1, x2, y2) => picture.append(svg("line", { x1, y1, x2, y2, class: "arrow", "marker-end": "url(#arrow-" + incident.number + ")" }));
   // From left to right, or on a narrow screen from top to bottom.
   const place = (index, column) => (NARROW ? [(width - box) / 2, 4 + index * high + column * 74] : [2 + (column * (width - box - 4)) / 2, 8 + index * high]);
   const between = (index, column) => {

@@ -4,13 +4,14 @@ const POLL_MS = 500;
 
 function nowView(data) {
   if (!data.now) return null;
-  const now = data.now, counts = Object.entries(now.counts).map(([state, count]) => number(count) + " " + nameOf(state)).join(", ");
+  const now = data.now;
+  const states = now.states.map((each) => number(each.count) + " " + nameOf(each.state) + ": " + rankList(each.ranks)).join("; ");
   const silent = (rank) => (rank.silent_seconds === null ? "" : rank.silent_seconds.toFixed(1));
   const rows = now.ranks.map((rank) => () => [rank.rank, nameOf(rank.host), nameOf(rank.state), rank.step === null ? "" : rank.step, rank.phase || "",
     silent(rank), [rank.inside ? shown(rank.inside, 300) : "", rank.device ? h("small", {}, " device: " + nameOf(rank.device)) : ""]]);
   return section("now", "Now", h("p", {}, capital(shown(now.sentence, 1500)) + "."),
     now.checks && h("p", {}, shown(now.checks, 800)),
-    counts && h("p", { class: "hint" }, counts + (now.unlisted ? "; the table has those that need attention most" : "") + (now.counts.elsewhere ? "; scout watch on their machines shows where they are" : "") + "."),
+    states && h("p", { class: "hint" }, states + (now.unlisted ? "; the table has those that need attention most" : "") + (now.hosts.length ? "; scout watch on their machines shows more about the ranks elsewhere" : "") + "."),
     rows.length > 0 && longTable(["rank", "machine", "state", "step", "phase", "silent s", "inside"], rows, "ranks now", NARROW ? 4 : 8));
 }
 

@@ -28,7 +28,7 @@ class MeshView {
 
   controls() {
     const options = [h("option", { value: "" }, "all incidents")].concat(
-      this.incidents.map((each) => h("option", { value: each.id }, "incident " + each.id + ": " + word(each.manifestation))));
+      this.incidents.map((each) => h("option", { value: each.number }, "incident " + each.number + ": " + word(each.manifestation))));
     const pick = h("select", { id: "mesh-mark", onchange: () => { chosen.incident = pick.value; this.draw(); } }, options);
     pick.value = chosen.incident;
     const parts = [h("label", {}, "Mark ", pick)];
@@ -53,7 +53,7 @@ class MeshView {
   }
 
   draw() {
-    this.marks = marksOf(this.incidents.filter((each) => !chosen.incident || String(each.id) === chosen.incident));
+    this.marks = marksOf(this.incidents.filter((each) => !chosen.incident || String(each.number) === chosen.incident));
     chosen.group = chosen.rank = null;
     this.drilled.replaceChildren();
     this.detail.replaceChildren();
@@ -177,7 +177,7 @@ class MeshView {
       ["process", this.ranks.pid[rank] === null ? "not recorded" : this.ranks.pid[rank]],
       ["coordinates", this.axes.map((axis) => axis + " " + this.ranks.axes[axis][rank]).join(", ") || "not recorded"],
       ["end", end ? end[0] + " after step " + end[1] + (end[2] ? ": " + shown(end[2], 500) : "") : "no end is recorded"],
-      ["incidents", about.length ? about.map((each) => [link("incident-" + each.id, each.id + " (" + word(each.manifestation) + ")"), mine(each.ranks) ? " named " : " waits "]) : "none"],
+      ["incidents", about.length ? about.map((each) => [link("incident-" + each.number, each.number + " (" + word(each.manifestation) + ")"), mine(each.ranks) ? " named " : " waits "]) : "none"],
     ];
     this.detail.replaceChildren(h("h3", { id: "rank-detail" }, "Rank " + rank),
       h("dl", {}, rows.map(([name, value]) => [h("dt", {}, name), h("dd", {}, value)])));

@@ -92,12 +92,12 @@ function evidenceView(data) {
   const view = section("evidence", "Evidence");
   // Later incidents are drawn when they are asked for: a long run may have many.
   data.incidents.forEach((each, index) => {
-    if (index < MOST_INCIDENTS || asked.has(each.id)) {
+    if (index < MOST_INCIDENTS || asked.has(each.number)) {
       view.append(incidentView(each, data.strips));
       return;
     }
-    const place = h("article", { id: "incident-" + each.id, class: "incident" });
-    place.append(h("button", { type: "button", onclick: () => { asked.add(each.id); place.replaceWith(incidentView(each, data.strips)); } }, "Show the evidence for incident " + each.id));
+    const place = h("article", { id: "incident-" + each.number, class: "incident" });
+    place.append(h("button", { type: "button", onclick: () => { asked.add(each.number); place.replaceWith(incidentView(each, data.strips)); } }, "Show the evidence for incident " + each.number));
     view.append(place);
   });
   return view;
