@@ -75,14 +75,12 @@ def cgroup(request: pytest.FixtureRequest) -> Iterator[Path | None]:
     pytest.skip("this system permits no cgroup")
 
 
-def launched(
-    how: str, url: str, folder: Path, cgroup: Path | None = None
-) -> subprocess.CompletedProcess[str]:
+def launched(how: str, url: str, folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
     """Run the job as ``torchrun | tee`` would, under a launcher that kills what is left."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=3", "--rdzv-id=night-7"]
     torchrun += ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "TORCHSCOUT_JOB": "llama"}
-    environment |= {} if cgroup is None else {"CGROUP": str(cgroup)}
+    paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    environment = os.environ | {"PYTHONPATH": paths, "TORCHSCOUT_JOB": "llama"} | variables
     arguments = [how, url, str(folder / "run"), str(folder)]
     return subprocess.run(
         [sys.executable, "-c", LAUNCHER, *torchrun, str(SCRIPT), *arguments],
@@ -97,8 +95,13 @@ def launched(
 
 @pytest.mark.parametrize("death", DEATHS, ids=lambda death: death.how)
 def test_a_death_is_told(death: Death, tmp_path: Path, cgroup: Path | None):
+    told(death, tmp_path, **({} if cgroup is None else {"CGROUP": str(cgroup)}))
+
+
+def told(death: Death, tmp_path: Path, **variables: str) -> None:
+    """Run the job, and check everything that it leaves."""
     with http_server(lambda number: 503 if number < 3 else 200) as received:
-        done = launched(death.how, received.url, tmp_path, cgroup)
+        done = launched(death.how, received.url, tmp_path, **variables)
     assert (tmp_path / "run" / "fired").read_text() == death.how
     assert done.returncode
 

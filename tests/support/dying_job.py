@@ -20,7 +20,7 @@ VICTIM, STEP = 2, 20
 EXCEPTION = "bad batch 17"
 
 
-def die(how: str) -> None:
+def die(how: str, device: torch.device) -> None:
     match how:
         case "killed":
             os.kill(os.getpid(), signal.SIGKILL)
@@ -31,7 +31,7 @@ def die(how: str) -> None:
         case "raises":
             raise ValueError(EXCEPTION)
         case "mismatch":
-            dist.all_reduce(torch.ones(7))
+            dist.all_reduce(torch.ones(7, device=device))
         case "memory":  # its cgroup has less
             _ = [bytearray(16 << 20) for _ in range(4096)]
 
@@ -39,23 +39,25 @@ def die(how: str) -> None:
 @record
 def main() -> None:
     how, url, run_dir, textfile = sys.argv[1:]
-    dist.init_process_group("gloo")
-    rank = dist.get_rank()
+    backend = os.environ.get("DYING_BACKEND", "gloo")
+    dist.init_process_group(backend)
+    rank, device = dist.get_rank(), torch.device("cuda" if backend == "nccl" else "cpu")
     if how == "memory" and rank == VICTIM:
         Path(os.environ["CGROUP"], "cgroup.procs").write_text(str(os.getpid()))
     torch.manual_seed(0)
-    model = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 8)))
+    net = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 8)).to(device)
+    model = DistributedDataParallel(net)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     session = enable_resiliency(model, optimizer, run_dir=run_dir, on_incident=Webhook(url))
     exporter = export_metrics(session, MetricsConfig(textfile=textfile, interval_seconds=3600))
     for step in range(1, 30 if how == "healthy" else 10_000):
         optimizer.zero_grad()
-        model(torch.randn(8, 64)).square().mean().backward()
+        model(torch.randn(8, 64, device=device)).square().mean().backward()
         optimizer.step()
         if step == STEP and rank == VICTIM:
             exporter.refresh()
             Path(run_dir, "fired").write_text(how)
-            die(how)
+            die(how, device)
     session.close()
     sys.stdout.flush()
     dist.barrier()
