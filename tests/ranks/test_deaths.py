@@ -149,6 +149,7 @@ def test_nothing_is_told_of_a_healthy_job(tmp_path: Path):
 @pytest.mark.long
 def test_the_last_metrics_of_a_rank_that_was_killed_count_its_incident(tmp_path: Path):
     """Without the launcher that kills what is left."""
+    pytest.importorskip("prometheus_client")
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=3"]
     with http_server() as received:
         arguments = ["killed", received.url, str(tmp_path / "run"), str(tmp_path)]

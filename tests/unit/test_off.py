@@ -11,11 +11,13 @@ import pytest
 import torch
 
 import torchscout
+from torchscout.config import MetricsConfig
 from torchscout.session.off import Off
 from torchscout.session.session import Session
 
 ARGUMENTS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     "before_close": ((lambda: None,), {}),
+    "leave_metrics": ((MetricsConfig(textfile="nowhere"), {}), {}),
     "watch_input": (([1, 2],), {}),
     "checkpoint_io": (("read",), {}),
     "register_state": (("schedule", object()), {}),

@@ -37,6 +37,7 @@ class Off(Session):
     def __init__(self) -> None:
         super().__init__(Parts(run_dir=Path(os.devnull), boundary=Boundary(), replay_off=_REASON))
         self._end_once.acquire()  # there is nothing to log at the end
+        self._has_ended.set()
         if not dist.is_initialized() or dist.get_rank() == 0:
             log.warning("off: %s", _REASON)
 
