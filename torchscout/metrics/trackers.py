@@ -1,6 +1,6 @@
 """One line for each incident in TensorBoard or Weights & Biases, beside the curves of training.
 
-Both are recorders (``decision.records.recorder.Recorder``); pass ``record`` as ``on_incident``. They write to
+Both are recorders (``run.writer.Recorder``); pass ``record`` as ``on_incident``. They write to
 objects that the program has opened, and need no package of their own.
 """
 

@@ -39,7 +39,7 @@ function incidentView(incident, strips) {
   return h("article", { id, class: "incident", "aria-labelledby": id + "-title" },
     h("h3", { id: id + "-title" }, badge(kindOf(incident)), " Incident " + incident.number + ": " + word(incident.manifestation) + " at step " + incident.step),
     h("p", {}, shown(incident.sentence)),
-    h("p", { class: "facts" }, "scope: " + word(incident.scope) + "; " + (countOf(incident.ranks) ? rankList(incident.ranks) : "no rank") + " named; ", stateOf(incident), "; ", link("event-" + incident.number, "in the timeline"), "; ", link("incidents", "back to the summary")),
+    h("p", { class: "facts" }, incident.launcher && shown(incident.launcher) + "; ", "scope: " + word(incident.scope) + "; " + (countOf(incident.ranks) ? rankList(incident.ranks) : "no rank") + " named; ", stateOf(incident), "; ", link("event-" + incident.number, "in the timeline"), "; ", link("incidents", "back to the summary")),
     incident.waits.length > 0 && [h("h4", {}, "Who waits for whom"), waitGraph(incident)],
     votes.length > 0 && [h("h4", {}, "Who voted what"), voteTable(votes)],
     times.length > 0 && [h("h4", {}, "Times"), times.map(({ index }) => h("p", {}, link("strip-" + index, "strip of " + nameOf(strips[index].surface) + " among " + rankList(strips[index].peers))))],
