@@ -242,7 +242,6 @@ ROWS = [
         "ranks leave their job and join again when its store is gone, and torchscout knows no model",
         given=Program(sensitive.joins_again_without_a_model, limit=10.0),
         must_come=Outcome(checks="none"),
-        wrong=wrong_today("seen", says=cut_short("waits more than 10 s")),
         marks=LONG,
     ),
     Row(

@@ -56,7 +56,7 @@ def test_incidents_are_counted_in_the_last_line(tmp_path: Path, caplog: pytest.L
 
 def test_the_last_line_of_a_rank_that_was_not_watched_to_the_end_says_so():
     quiet = closing_line("finished", 40, [], None, is_unwatched=True)
-    assert "no incidents known" in quiet
+    assert "no incidents" not in quiet
     assert "not watched for hangs to the end" in quiet
     assert "1 sdc" in closing_line("finished", 40, [INCIDENT], None, is_unwatched=True)
     assert "not watched" not in closing_line("finished", 40, [], None)

@@ -55,9 +55,8 @@ def closing_line(
     checked = "" if certified is None else f"; certified up to step {certified}"
     told = f"incidents: {found}" if found else "no incidents"
     if is_unwatched:
-        told = (
-            f"{told if found else 'no incidents known'}, but this rank was not watched for hangs to the end"
-        )
+        known = f"{told}, perhaps more" if found else "incidents are not known"
+        told = f"{known}, because this rank was not watched for hangs to the end"
     return f"{how} after step {step}{by}; {told}{checked}"
 
 

@@ -92,6 +92,8 @@ def notified(job: Job, folder: Path) -> tuple[list[int], list[int], str]:
     assert done.returncode != 0
     posted = [rank for each in received.bodies for rank in json.loads(each)["ranks"]]
     lines = [line for line in _lines(folder) if "incident (" in line]
+    # What follows a semicolon is about the ranks that failed because of it.
+    lines = [line.partition(" at step ")[2].partition(";")[0] for line in lines]
     named = [
         rank for rank in range(job.ranks) if any(re.search(rf"[Rr]ank {rank}\b", each) for each in lines)
     ]
