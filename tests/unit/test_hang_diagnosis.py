@@ -241,3 +241,28 @@ def test_a_count_beyond_any_job_accuses_nobody_who_did_not_answer():
         3: replace(reports[3], progress=damaged)
     }
     assert all(0 not in each.ranks for each in diagnose(Round(answered, Mesh.grid(replica=4))).incidents)
+
+
+def lost_connections() -> tuple[dict[int, RankReport], RankReport]:
+    """Ranks 0, 1 and 3 have just failed in a collective that rank 2 has not entered; rank 2 as it is then."""
+    _, reports = rounds.last_round(late())
+    gone = {"process": Process.GONE, "gone_seconds": 0.05, "how": "failed", "wait_status": 1 << 8}
+    failed = {rank: replace(reports[rank], **gone) for rank in (0, 1, 3)}
+    return failed, reports[2]
+
+
+def test_a_killed_rank_whose_process_still_ends_is_named_and_not_those_that_lost_it():
+    failed, dying = lost_connections()
+    early = diagnose(Round(failed | {2: dying}, Mesh.grid(replica=4)))
+    assert (early.incidents, early.needs_another_round, early.is_early) == ((), True, True)
+    killed = replace(dying, process=Process.GONE, gone_seconds=0.4, how="killed", wait_status=9)
+    (incident,) = diagnose(Round(failed | {2: killed}, Mesh.grid(replica=4), is_repeat=True)).incidents
+    assert (incident.manifestation, incident.ranks) == (Manifestation.CRASH, (2,))
+
+
+def test_who_failed_alone_is_named_once_nobody_else_has_died():
+    failed, alive = lost_connections()
+    alone = {2: alive, 1: replace(alive, rank=1), 3: replace(alive, rank=3), 0: failed[0]}
+    assert diagnose(Round(alone, Mesh.grid(replica=4))).is_early
+    (incident,) = diagnose(Round(alone, Mesh.grid(replica=4), is_repeat=True)).incidents
+    assert incident.ranks == (0,)

@@ -149,7 +149,7 @@ def test_a_script_that_never_closes_its_session(tmp_path: Path, manner: str, how
     command = [sys.executable, "-c", SCRIPT, str(tmp_path), manner]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
     assert read_ends(tmp_path)[0].how == how, done.stderr
-    assert "rank 0: " in done.stderr.splitlines()[-1]
+    assert "torchscout: " in done.stderr.splitlines()[-1]
     assert "after step 3" in done.stderr.splitlines()[-1]
 
 

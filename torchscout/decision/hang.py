@@ -25,6 +25,8 @@ from torchscout.utils.text import sentences as in_sentences
 
 __all__ = ["Diagnosis", "Round", "diagnose"]
 
+_DYING_SECONDS = 1.0
+"""Before that, what broke the connection of a trainer that failed may not be known."""
 _TOGETHER_SECONDS = 0.02
 """Trainers that ended within this time of the first one ended together, if nothing shows which one caused it.
 Later ones are a consequence: a lost connection, or a launcher that cleans up, soon ends the others."""
@@ -84,6 +86,8 @@ class Diagnosis:
     """Lost machines and late ranks are two of them; else there is one at most."""
     needs_another_round: bool = False
     """Whether it depends on ranks that may only have answered late."""
+    is_early: bool = False
+    """Whether it depends on trainers that may just be dying, so that another round may follow soon."""
 
 
 def diagnose(observed: Round) -> Diagnosis:
@@ -105,6 +109,8 @@ def diagnose(observed: Round) -> Diagnosis:
         return Diagnosis()
     case = _Case(observed)
     found = case.timed_out() or case.explained()
+    if any(each.manifestation is Manifestation.CRASH for each in found) and case.peers_may_be_dying():
+        return Diagnosis(needs_another_round=True, is_early=True)
     unconfirmed = observed.missing - {*observed.confirmed}
     if unconfirmed and (not found or any(not _is_certain(each, observed) for each in found)):
         # Without a wait there is nothing to explain, and nothing to ask again for.
@@ -129,6 +135,26 @@ class _Case:
         """Ranks whose trainers ended early."""
         self._moves = any(each.moving for each in observed.reports.values())
         self._ends_soon = any(each.near_timeout for each in observed.reports.values())
+
+    def peers_may_be_dying(self) -> bool:
+        """Whether trainers have just failed inside operations, and nothing shows why.
+
+        A trainer that is killed loses its connections first, and lives on until its memory is freed.
+        """
+        if self._round.is_repeat or not self.gone:
+            return False
+        reports, last = self._reports, self.evidence.last
+        return all(
+            reports[rank].how in ("failed", "unknown")
+            and (reports[rank].gone_seconds or 0.0) < _DYING_SECONDS
+            and (place := last[rank]) is not None
+            and any(
+                reports[each].process is not Process.GONE
+                for each in self.evidence.groups[place[0]].members
+                if each in reports
+            )
+            for rank in self.gone
+        )
 
     def timed_out(self) -> list[Incident]:
         """Return who was waited for, if trainers ended because they had waited too long."""

@@ -319,7 +319,8 @@ class ObserverProcess:
             found = diagnose(
                 Round(gathered.reports, self._mesh, gathered.is_repeat, gathered.confirmed, gathered.closed)
             )
-            return Outcome([*map(self._stamped, found.incidents)], found.needs_another_round)
+            stamped = [*map(self._stamped, found.incidents)]
+            return Outcome(stamped, found.needs_another_round, found.is_early)
         except MISTAKES as error:
             self._report_failure(gathered.reports, error, "progress", Manifestation.HANG)
             return Outcome()

@@ -53,6 +53,8 @@ __all__ = ["CONFIRMING_SECONDS", "Compare", "Conclude", "Gathered", "Hub", "Outc
 
 _GATHERING_SECONDS = 10.0
 """How long observers may take to find a hub that was restarted."""
+_DYING_SECONDS = 0.5
+"""How long a trainer that is killed may look alive."""
 CONFIRMING_SECONDS = 3.0
 """How much later than the first round the second one begins that confirms an absence."""
 _TRANSIT_SECONDS = 0.2
@@ -103,6 +105,7 @@ class Outcome(NamedTuple):
 
     incidents: Sequence[Incident] = ()
     needs_another_round: bool = False
+    is_early: bool = False
 
 
 Conclude = Callable[[Gathered], Outcome]
@@ -440,7 +443,7 @@ class Hub:
         everybody = set(range(self._size)) - self.left
         if found.needs_another_round:
             if self._confirm_at is None:
-                self._confirm_at = now + CONFIRMING_SECONDS
+                self._confirm_at = now + (_DYING_SECONDS if found.is_early else CONFIRMING_SECONDS)
             # Without an outcome, the observers of trainers that have ended wait for the verdict.
             seconds = CONFIRMING_SECONDS + self._round_seconds
             self.routes.send(everybody, encode("accepted", seconds=seconds))
