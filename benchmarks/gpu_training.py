@@ -14,7 +14,8 @@ checks begins right after a check and ends with one, so that what a check does t
 checks of one recipe each, ``default`` the default configuration. ``reference`` times the forward and backward
 passes that a check replays alone, and one broadcast of their inputs. ``exchanges`` counts what a check
 communicates, and how often it waits for the device. ``collectives`` measures the observer's cost of one
-collective. ``breakdown`` shows the parts of a check; there alone the device is waited for between parts.
+collective. ``end-to-end`` measures whole jobs with and without checkpoints, as a user runs them.
+``breakdown`` shows the parts of a check; there alone the device is waited for between parts.
 
 ``--output`` keeps the raw times of every step of every rank.
 """

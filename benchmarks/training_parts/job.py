@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn import functional
 
 from torchscout.attach import enable_resiliency
-from torchscout.config import BaselineConfig, ObserverConfig, ReplayConfig, StragglerConfig
+from torchscout.config import BaselineConfig, CheckpointConfig, ObserverConfig, ReplayConfig, StragglerConfig
 from torchscout.session.session import Session
 
 # Ranks that share a device delay each other, and a layer that seems slow is timed again. Ranks with a device
@@ -161,7 +161,12 @@ class Job:
         return Window(host, device, peak)
 
     @contextmanager
-    def attached(self, replay: ReplayConfig | None, observer: ObserverConfig | None) -> Iterator[Session]:
+    def attached(
+        self,
+        replay: ReplayConfig | None,
+        observer: ObserverConfig | None,
+        checkpoint: CheckpointConfig | None = None,
+    ) -> Iterator[Session]:
         self._sessions += 1
         if replay is not None:
             replay = dataclasses.replace(replay, straggler=_NEVER_SLOW, baseline=_NEVER_SLOWER)
@@ -170,12 +175,17 @@ class Job:
             self.optimizer,
             replay=replay,
             observer=observer,
+            checkpoint=checkpoint,
             run_dir=self._run_dir / str(self._sessions),
         )
         with session:
             yield session
         if session.failures:
             raise RuntimeError(f"torchscout failed: {session.failures}")
+
+    def folder(self, name: str) -> Path:
+        """A folder of the session that is attached next."""
+        return self._run_dir / f"{name}-{self._sessions + 1}"
 
     def synchronize(self) -> None:
         if self.is_cuda:

@@ -15,6 +15,7 @@ from torchscout.collectives.call import Call
 from torchscout.collectives.interceptor import Pending, listen
 from torchscout.config import ObserverConfig, ReplayConfig
 from training_parts.breakdown import breakdown, device_waits
+from training_parts.end_to_end import end_to_end
 from training_parts.job import MODELS, Job
 from training_parts.reference import reference
 
@@ -66,7 +67,7 @@ def modes_of(plan: Plan) -> dict[str, Mode]:
 
 
 MODES = modes_of
-PARTS = ("steps", "recipes", "default", "reference", "breakdown", "exchanges", "collectives")
+PARTS = ("steps", "recipes", "default", "reference", "breakdown", "exchanges", "collectives", "end-to-end")
 
 
 def measure(rank: int, plan: Plan) -> dict[str, Any]:
@@ -78,6 +79,8 @@ def measure(rank: int, plan: Plan) -> dict[str, Any]:
     found: dict[str, Any] = {"parameters": sum(each.numel() for each in job.model.parameters())}
     if {"steps", "recipes", "default"} & set(plan.parts):
         found["windows"] = _windows(job, plan)
+    if "end-to-end" in plan.parts:
+        found["end-to-end"] = end_to_end(job, plan.rounds)
     for name, run in (("reference", reference), ("exchanges", _exchanges), ("collectives", _collectives)):
         if name in plan.parts:
             found[name] = run(job)

@@ -9,6 +9,7 @@ from typing import Any
 from reporting import heading
 
 from training_parts.breakdown import by_kind, by_part
+from training_parts.end_to_end import figures_of
 
 Figures = dict[str, dict[str, Any]]
 NOTHING_DUE, DEFAULT, CHECK = 0.001, 0.005, 1.5
@@ -22,6 +23,8 @@ def summary(report: dict[str, Any]) -> dict[str, Figures]:
         figures["steps"] = _steps([rank["windows"] for rank in ranks])
     if "reference" in ranks[0]:
         figures["reference"] = _reference([rank["reference"] for rank in ranks], figures.get("steps", {}))
+    if "end-to-end" in ranks[0]:
+        figures["whole jobs"] = figures_of([rank["end-to-end"] for rank in ranks])
     if "exchanges" in ranks[0]:
         figures["exchanges"] = _flat(ranks[0]["exchanges"])
     if "collectives" in ranks[0]:
