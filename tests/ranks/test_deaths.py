@@ -48,8 +48,8 @@ class Death:
 
 DEATHS = [
     Death("killed", "was killed by SIGKILL", "killed"),
-    pytest.param(Death("aborts", "was ended by SIGABRT", "killed"), marks=pytest.mark.long),
-    pytest.param(Death("exits", "failed with exit status 3 between", "failed"), marks=pytest.mark.long),
+    pytest.param(Death("aborts", "was ended by SIGABRT", "killed"), marks=pytest.mark.slow),
+    pytest.param(Death("exits", "failed with exit status 3 between", "failed"), marks=pytest.mark.slow),
     pytest.param(Death("raises", EXCEPTION, "failed"), marks=pytest.mark.long),
     pytest.param(Death("mismatch", "issued all_reduce float32[7]", "killed"), marks=pytest.mark.long),
     pytest.param(Death("memory", "out of memory", "killed"), marks=pytest.mark.long),

@@ -132,7 +132,7 @@ def test_with_the_hub_stopped_training_goes_on_and_the_standby_concludes(tmp_pat
     with small_job(3, tmp_path) as job:
         os.kill(job.observers[0], signal.SIGSTOP)
         goes_on(job)
-        job.order(1, do="sleep", seconds=4.0)
+        job.order(1, do="sleep", seconds=15.0)  # a busy machine takes a while to find that the hub is stopped
         assert incident_of(job).ranks == (1,)
         os.kill(job.observers[0], signal.SIGCONT)
         until(lambda: len(job.lines()) > 1, "it is resolved")
