@@ -112,7 +112,7 @@ def enable_resiliency(  # noqa: PLR0913  a keyword for each subsystem
     show_by_default()
     if is_off():
         return Off()
-    webhook, callbacks = _told(on_incident)
+    webhook, callbacks = _receivers(on_incident)
     run_dir = _take_over(run_dir)
     adapter = _adapter(model, optimizer, parallelism)
     structure, experts = _require_valid(adapter, replay, checkpoint)
@@ -154,7 +154,7 @@ def make_replaceable(session: Session) -> None:
     _replaceable.append(session)
 
 
-def _told(on_incident: OnIncident) -> tuple[Webhook | None, list[Callable[[Incident], None]]]:
+def _receivers(on_incident: OnIncident) -> tuple[Webhook | None, list[Callable[[Incident], None]]]:
     """Return where incidents are posted, and the functions that are called."""
     wanted = on_incident if isinstance(on_incident, Sequence) else [on_incident]
     webhooks = [each for each in wanted if isinstance(each, Webhook)]

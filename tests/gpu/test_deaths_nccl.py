@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.ranks.test_deaths import Death, told
+from tests.ranks.test_deaths import Death, seen_everywhere
 from tests.support.dying_job import EXCEPTION
 
 pytestmark = [pytest.mark.gpu, pytest.mark.nccl(3)]
@@ -19,5 +19,5 @@ DEATHS = [
 
 
 @pytest.mark.parametrize("death", DEATHS, ids=lambda death: death.how)
-def test_a_death_over_nccl_is_told(death: Death, tmp_path: Path, alone: dict[str, str]):
-    told(death, tmp_path, DYING_BACKEND="nccl", **alone)
+def test_a_death_over_nccl_is_seen_everywhere(death: Death, tmp_path: Path, alone: dict[str, str]):
+    seen_everywhere(death, tmp_path, DYING_BACKEND="nccl", **alone)

@@ -1,4 +1,4 @@
-"""A rank of a real job under torchrun dies: whoever is on call is told, wherever they look, and why."""
+"""A rank of a real job under torchrun dies: everybody who looks, wherever it is, sees that and why."""
 
 from __future__ import annotations
 
@@ -94,11 +94,11 @@ def launched(how: str, url: str, folder: Path, **variables: str) -> subprocess.C
 
 
 @pytest.mark.parametrize("death", DEATHS, ids=lambda death: death.how)
-def test_a_death_is_told(death: Death, tmp_path: Path, cgroup: Path | None):
-    told(death, tmp_path, **({} if cgroup is None else {"CGROUP": str(cgroup)}))
+def test_a_death_is_seen_everywhere(death: Death, tmp_path: Path, cgroup: Path | None):
+    seen_everywhere(death, tmp_path, **({} if cgroup is None else {"CGROUP": str(cgroup)}))
 
 
-def told(death: Death, tmp_path: Path, **variables: str) -> None:
+def seen_everywhere(death: Death, tmp_path: Path, **variables: str) -> None:
     """Run the job, and check everything that it leaves."""
     with http_server(lambda number: 503 if number < 3 else 200) as received:
         done = launched(death.how, received.url, tmp_path, **variables)

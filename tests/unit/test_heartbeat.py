@@ -19,7 +19,7 @@ from torchscout.observer.process import ObserverProcess
 from torchscout.observer.record.writer import ProgressWriter
 from torchscout.observer.spec import ObserverSpec
 from torchscout.run.folder import Heartbeat, Identity, RankEntry, read_heartbeat
-from torchscout.run.reader import Heard, read_run
+from torchscout.run.reader import LastHeartbeat, read_run
 
 
 @pytest.fixture
@@ -75,15 +75,15 @@ def test_a_heartbeat_is_fresh_for_three_intervals(tmp_path: Path, age: float, is
     """One from the future says that clocks differ, and nothing about the job."""
     entry = RankEntry.own(0, tmp_path / "record")
     entry.write(tmp_path)
-    assert read_run(tmp_path).heard() is None
+    assert read_run(tmp_path).last_heartbeat() is None
     Heartbeat(0, entry.record, 7, 30.0).write(tmp_path)
     written = time.time() - age
     os.utime(tmp_path / "heartbeat.json", (written, written))
-    assert read_run(tmp_path).heard() == Heard(7, pytest.approx(written), is_fresh)
+    assert read_run(tmp_path).last_heartbeat() == LastHeartbeat(7, pytest.approx(written), is_fresh)
 
 
 def test_the_heartbeat_of_an_earlier_session_says_nothing(tmp_path: Path):
     entry = RankEntry.own(0, tmp_path / "record")
     Heartbeat(0, entry.record, 7, 30.0).write(tmp_path)
     replace(entry, record="another").write(tmp_path)
-    assert read_run(tmp_path).heard() is None
+    assert read_run(tmp_path).last_heartbeat() is None

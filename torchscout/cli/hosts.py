@@ -63,7 +63,7 @@ def hosts(
     raise typer.Exit(report["exit_status"])
 
 
-class Said(NamedTuple):
+class Advice(NamedTuple):
     """A decision, and where it stands."""
 
     decision: Decision
@@ -94,7 +94,7 @@ def examined(folder: Path) -> dict[str, Any]:
         run.read_events()
     # Also those of a dry run: then the launcher carries them out. The plan has the others.
     logged = [
-        Said(decision, run.run_dir, run, time)
+        Advice(decision, run.run_dir, run, time)
         for run in (*others, own)
         for time, decision in run.decisions
         if run is own or not decision.is_carried_out
@@ -132,11 +132,11 @@ def examined(folder: Path) -> dict[str, Any]:
     }
 
 
-def _of_plan(decision: Decision, plan: RestartPlan, path: Path, runs: Iterable[Run]) -> Said:
+def _of_plan(decision: Decision, plan: RestartPlan, path: Path, runs: Iterable[Run]) -> Advice:
     """A decision in a plan, with its time, which only the directory of its run has; without the machines that
     a person has removed from the plan."""
     made = [(run, time) for run in runs for time, each in run.decisions if is_same(each, decision)]
     run, time = max(made, key=lambda each: each[1], default=(None, math.inf))
     if decision.action is Action.REPLACE:
         decision = replace(decision, hosts=tuple(host for host in decision.hosts if host in plan.excluded))
-    return Said(decision, path, run, time)
+    return Advice(decision, path, run, time)

@@ -258,7 +258,7 @@ class Incident(Recordable):
     @property
     def id(self) -> str:
         """Identifies the incident in every file and message about it."""
-        told = (
+        parts = (
             self.occurrence,
             self.step,
             self.manifestation.value,
@@ -266,7 +266,7 @@ class Incident(Recordable):
             self.ranks,
             self.sentence,
         )
-        return hashlib.blake2s(repr(told).encode(), digest_size=6).hexdigest()
+        return hashlib.blake2s(repr(parts).encode(), digest_size=6).hexdigest()
 
     @property
     def reporter(self) -> int:

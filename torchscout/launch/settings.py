@@ -41,7 +41,7 @@ _MAX_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Everything that ``scout run`` can be told."""
+    """The settings of ``scout run``."""
 
     run_dir: str | None = None
     """The folder for incidents and records; by default a new folder scout-run-... where scout run was

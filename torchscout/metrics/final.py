@@ -20,11 +20,11 @@ __all__: list[str] = []
 
 
 def main() -> None:
-    told = json.load(sys.stdin)
-    config, labels = MetricsConfig(**told["config"]), told["labels"]
-    incidents = IncidentLog.read(told["run_dir"]).incidents
+    wanted = json.load(sys.stdin)
+    config, labels = MetricsConfig(**wanted["config"]), wanted["labels"]
+    incidents = IncidentLog.read(wanted["run_dir"]).incidents
     counted = incident_samples([(each.manifestation.value, each.scope.value) for each in incidents])
-    found = [Sample("torchscout_step", told["step"]), *counted]
+    found = [Sample("torchscout_step", wanted["step"]), *counted]
     if config.textfile is not None:
         from torchscout.metrics.prometheus import Textfile, registry_of
 

@@ -519,7 +519,7 @@ def _log_error(error: Exception) -> None:
 
 
 def main() -> None:
-    # It ends by itself, soon after its trainer: whoever ends the whole job must still be told why.
+    # It ends by itself, soon after its trainer. Who ends the whole job must not keep it from saying why.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda *_: None)  # not SIG_IGN, which a command of the user would inherit
     lines = Lines()

@@ -21,7 +21,7 @@ from torchscout.report.evidence import (
 from torchscout.run.reader import Reported, Run, read_run
 from torchscout.utils.text import named, spans
 
-__all__ = ["SCHEMA", "document_of", "documented", "told"]
+__all__ = ["SCHEMA", "document_of", "documented", "incident_document"]
 
 SCHEMA = 1
 """Version of the document."""
@@ -120,7 +120,7 @@ def _ranks(run: Run, size: int) -> dict[str, Any]:
     } | found
 
 
-def told(number: int, reported: Reported, run: Run) -> dict[str, Any]:
+def incident_document(number: int, reported: Reported, run: Run) -> dict[str, Any]:
     """Return an incident with its place and what was decided about it, without the evidence."""
     incident, end = reported.incident, reported.end
     decision = next((each for _, each in run.decisions if each.incident == incident.id), None)
@@ -150,7 +150,7 @@ def _incident(number: int, reported: Reported, run: Run) -> dict[str, Any]:
     waits = waits_of(incident) if incident.manifestation is Manifestation.HANG else []
     waiting = {rank for each in waits for first, last in each["inside"] for rank in range(first, last + 1)}
     return {
-        **told(number, reported, run),
+        **incident_document(number, reported, run),
         "waits": waits,
         "waiting": spans(waiting.difference(incident.ranks)),
         "records": records_of(each for each in incident.records if not is_shown_apart(each)),

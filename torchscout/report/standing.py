@@ -13,9 +13,9 @@ from torchscout.decision.types import Manifestation
 from torchscout.errors import TornRecordError
 from torchscout.observer.record.directory import ProcessIdentity
 from torchscout.observer.record.reader import ProgressReader
-from torchscout.report.document import told
+from torchscout.report.document import incident_document
 from torchscout.run.folder import End, RankEntry
-from torchscout.run.reader import Heard, Run, is_run, read_run
+from torchscout.run.reader import LastHeartbeat, Run, is_run, read_run
 from torchscout.utils.procfs import boot_id
 from torchscout.utils.text import named, ranks_in_words, spans
 
@@ -43,7 +43,9 @@ def examined(run_dir: Path) -> dict[str, Any]:
     return {
         "run_dir": str(run_dir),
         **job_state(run),
-        "incidents": [told(number, each, run) for number, each in enumerate(run.incidents, start=1)],
+        "incidents": [
+            incident_document(number, each, run) for number, each in enumerate(run.incidents, start=1)
+        ],
         "decisions": [each.to_json() for _, each in run.decisions],
         "problems": run.problems,
         "unlisted_problems": run.unlisted,
@@ -52,8 +54,8 @@ def examined(run_dir: Path) -> dict[str, Any]:
 
 def job_state(run: Run) -> dict[str, Any]:
     """Return the state of the job and of each rank."""
-    heard, ends = run.heard(), {end.rank: end for end in run.ends}
-    ranks = [standing(entry, ends.get(entry.rank), heard) for entry in run.entries]
+    last, ends = run.last_heartbeat(), {end.rank: end for end in run.ends}
+    ranks = [standing(entry, ends.get(entry.rank), last) for entry in run.entries]
     size = max((entry.size for entry in run.entries), default=0)
     missing = sorted({*range(size)} - {entry.rank for entry in run.entries})
     states = {_AS_THE_JOB.get(state := _state(rank), state) for rank in ranks}
@@ -63,14 +65,18 @@ def job_state(run: Run) -> dict[str, Any]:
     return {
         "state": state,
         "exit_status": SICK if is_sick else UNKNOWN if is_unknown else HEALTHY,
-        "sentence": _sentence(state, ranks, run, heard, missing),
+        "sentence": _sentence(state, ranks, run, last, missing),
         "ranks": ranks,
         "replay": run.replay(),
     }
 
 
 def _sentence(
-    state: str, ranks: Sequence[Mapping[str, Any]], run: Run, heard: Heard | None, missing: Sequence[int]
+    state: str,
+    ranks: Sequence[Mapping[str, Any]],
+    run: Run,
+    last: LastHeartbeat | None,
+    missing: Sequence[int],
 ) -> str:
     """The first line of the screen."""
     if not ranks:
@@ -80,8 +86,8 @@ def _sentence(
     if state in {"killed", "failed"}:
         parts[0] += f": {named([rank['rank'] for rank in ranks if rank['state'] == state])}"
     if silent := [rank["rank"] for rank in ranks if not rank["is_here"] and rank["state"] == "unknown"]:
-        since = "at all: there is no heartbeat" if heard is None else f"since {_moment(heard)}"
-        parts.append(f"nothing was heard of {ranks_in_words(silent)} {since}")
+        since = "at all: there is no heartbeat" if last is None else f"since {_moment(last)}"
+        parts.append(f"there was no heartbeat of {ranks_in_words(silent)} {since}")
     still_open = [each.incident for each in run.incidents if each.end is None]
     if any(each.manifestation is Manifestation.SDC for each in still_open):
         parts.append("its state is corrupt and was not recovered")
@@ -91,11 +97,11 @@ def _sentence(
     return "; ".join(parts)
 
 
-def _moment(heard: Heard) -> str:
-    return f"{datetime.fromtimestamp(heard.time).astimezone():%Y-%m-%d %H:%M:%S %z}, step {heard.step}"
+def _moment(last: LastHeartbeat) -> str:
+    return f"{datetime.fromtimestamp(last.time).astimezone():%Y-%m-%d %H:%M:%S %z}, step {last.step}"
 
 
-def standing(entry: RankEntry, end: End | None = None, heard: Heard | None = None) -> dict[str, Any]:
+def standing(entry: RankEntry, end: End | None = None, last: LastHeartbeat | None = None) -> dict[str, Any]:
     """The state of one rank, as far as it is visible from this machine; ``end`` is that of its session."""
     line: dict[str, Any] = {name: getattr(entry, name) for name in ("rank", "host", "pid", "interface")}
     line |= {"device_name": entry.device, "is_here": entry.is_here}
@@ -104,9 +110,9 @@ def standing(entry: RankEntry, end: End | None = None, heard: Heard | None = Non
     if entry.is_here:
         return line | _seen(entry)
     line["inside"] = f"run scout status on {entry.host}"
-    if heard is None or not heard.is_fresh:
+    if last is None or not last.is_fresh:
         return {**line, "state": "unknown"}
-    return {**line, "state": "running", "step": heard.step}
+    return {**line, "state": "running", "step": last.step}
 
 
 def _seen(entry: RankEntry) -> dict[str, Any]:

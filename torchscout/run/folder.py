@@ -128,8 +128,8 @@ class RankEntry:
         name = f"{_SESSION}{secrets.token_hex(16)}" if record is None else str(record)
         stat, hostname = procfs.process_stat(os.getpid()), socket.gethostname()
         started = 0 if stat is None else stat.started
-        told = host_name(), os.getpid(), name, size, started, address, hostname, device, interface
-        return cls(rank, *told, launcher_job())
+        facts = host_name(), os.getpid(), name, size, started, address, hostname, device, interface
+        return cls(rank, *facts, launcher_job())
 
     @property
     def is_here(self) -> bool:

@@ -1,6 +1,6 @@
 """Tells people about incidents: in the job's own output, and by a webhook such as those of Slack.
 
-Each incident has an id, by which receivers drop what is repeated, and is told once more when it is over.
+Each incident has an id, by which receivers drop what is repeated, and is sent once more when it is over.
 """
 
 from __future__ import annotations

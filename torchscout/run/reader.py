@@ -42,8 +42,8 @@ from torchscout.run.folder import (
 __all__ = [
     "MOST_PROBLEMS",
     "Follower",
-    "Heard",
     "IncidentLog",
+    "LastHeartbeat",
     "Problem",
     "Reported",
     "Run",
@@ -256,7 +256,7 @@ class Reported:
     end: Resolved | None
 
 
-class Heard(NamedTuple):
+class LastHeartbeat(NamedTuple):
     """The last heartbeat of a job."""
 
     step: int
@@ -357,7 +357,7 @@ class Run:
             elif isinstance(line.item, Trust):
                 self.trust.append((line.time, line.item))
 
-    def heard(self) -> Heard | None:
+    def last_heartbeat(self) -> LastHeartbeat | None:
         """Return the last heartbeat of the present session; None if there is none. The time of the file is
         compared with the clock of this machine: where they differ very much, a heartbeat is not fresh."""
         found = read_heartbeat(self.run_dir)
@@ -366,7 +366,7 @@ class Run:
         beat, at = found
         if not any((entry.rank, entry.record) == (beat.rank, beat.record) for entry in self.entries):
             return None
-        return Heard(beat.step, at, abs(time.time() - at) < _MOST_INTERVALS * beat.interval)
+        return LastHeartbeat(beat.step, at, abs(time.time() - at) < _MOST_INTERVALS * beat.interval)
 
     def replay(self) -> dict[str, Any] | None:
         """Return whether checks are on; None if they have never failed, or rank 0 could not write that."""

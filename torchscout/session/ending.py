@@ -35,8 +35,8 @@ def how_ended(error: BaseException | None) -> How:
 
 def why_ended(error: BaseException | None) -> str:
     """Return the exception in words; empty if the program has finished."""
-    said = "" if how_ended(error) == "finished" else f"{type(error).__name__}: {error}"
-    return said.removesuffix(": ")
+    words = "" if how_ended(error) == "finished" else f"{type(error).__name__}: {error}"
+    return words.removesuffix(": ")
 
 
 def closing_line(
@@ -53,11 +53,11 @@ def closing_line(
     found = listed([f"{count} {kind}" for kind, count in sorted(counts.items())])
     by = f" by {why}" if why else ""
     checked = "" if certified is None else f"; certified up to step {certified}"
-    told = f"incidents: {found}" if found else "no incidents"
+    known = f"incidents: {found}" if found else "no incidents"
     if is_unwatched:
-        known = f"{told}, perhaps more" if found else "incidents are not known"
-        told = f"{known}, because this rank was not watched for hangs to the end"
-    return f"{how} after step {step}{by}; {told}{checked}"
+        known = f"{known}, perhaps more" if found else "incidents are not known"
+        known = f"{known}, because this rank was not watched for hangs to the end"
+    return f"{how} after step {step}{by}; {known}{checked}"
 
 
 def add_run(checkpoints: Path, run_dir: Path) -> None:

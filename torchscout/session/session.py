@@ -175,8 +175,10 @@ class Session:
     def leave_metrics(self, config: MetricsConfig, labels: Mapping[str, str]) -> None:
         """Have the observer pass on the last values if this process dies."""
         if self._monitor is not None and (config.textfile is not None or config.otlp is not None):
-            told = asdict(replace(config, textfile=config.textfile and str(Path(config.textfile).absolute())))
-            self._monitor.observer.leave_metrics({"config": told, "labels": dict(labels)})
+            fields = asdict(
+                replace(config, textfile=config.textfile and str(Path(config.textfile).absolute()))
+            )
+            self._monitor.observer.leave_metrics({"config": fields, "labels": dict(labels)})
 
     def before_close(self, action: Callable[[], None]) -> None:
         """Call this when the session is closed, before its parts are."""

@@ -35,7 +35,6 @@ _MAGIC = b"SCOUTrec"
 _VERSION = 3
 _PREFIX = "progress-"
 _VARIABLE = "TORCHSCOUT_RECORDS"
-_SESSION = "session-"
 
 
 class ProcessIdentity(NamedTuple):
