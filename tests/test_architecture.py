@@ -18,13 +18,14 @@ FLOORS = {
     "decision": {"ground"},
     "c3": {"ground", "decision"},
     "run": {"ground", "decision"},
+    "state": {"ground", "decision", "c3"},
     "collectives": {"ground"},
     "experts": {"ground"},
     "communicators": {"ground", "decision", "c3", "run", "collectives"},
     "observer": {"ground", "decision", "c3", "run", "collectives", "communicators"},
-    "replay": {"ground", "decision", "c3", "run", "collectives", "communicators", "experts"},
-    "checkpoint": {"ground", "decision", "c3", "communicators"},
-    "adapters": {"ground", "decision", "c3", "collectives", "experts", "replay", "checkpoint"},
+    "replay": {"ground", "decision", "c3", "run", "state", "collectives", "communicators", "experts"},
+    "checkpoint": {"ground", "decision", "c3", "state", "communicators"},
+    "adapters": {"ground", "decision", "c3", "state", "collectives", "experts", "replay", "checkpoint"},
 }
 FLOORS["session"] = set(FLOORS)
 FLOORS["metrics"] = {"ground", "decision", "run", "session"}

@@ -7,13 +7,14 @@ import torch
 
 from torchscout.errors import ReplayError
 from torchscout.replay.recipes.owned_state import OwnedStateRecipe
+from torchscout.state.table import StateTable
 
 
 def stepped(state: dict[str, torch.Tensor]) -> OwnedStateRecipe:
     """A recipe over two steps of an optimizer."""
     weight = torch.nn.Parameter(torch.ones(4))
     optimizer = torch.optim.SGD([weight], lr=0.1)
-    recipe = OwnedStateRecipe(lambda: state, [optimizer])
+    recipe = OwnedStateRecipe(lambda: StateTable(state).rows, [optimizer])
     recipe.start()
     for step in range(2):
         recipe.watch_after(step)

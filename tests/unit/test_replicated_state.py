@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import pytest
 import torch
 from torch import nn
@@ -14,20 +12,18 @@ from torchscout.c3.signature import signature
 from torchscout.decision.ownership import Ownership
 from torchscout.errors import ReplayError
 from torchscout.replay.recipe import Mode, Replay
-from torchscout.replay.recipes.replicated_state import ReplicatedStateRecipe, slots_of
+from torchscout.replay.recipes.replicated_state import ReplicatedStateRecipe
+from torchscout.state.table import StateTable
 
 
 class Rank:
-    def __init__(self, make=torch.optim.AdamW, **settings) -> None:
+    def __init__(self, make=torch.optim.AdamW, *, is_reversed: bool = False, **settings) -> None:
         torch.manual_seed(0)
         self.model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
         self.optimizer = make(self.model.parameters(), lr=0.1, **settings)
-        self.surfaces = {each: f"model/{name}" for name, each in self.model.named_parameters()}
-        self.recipe = ReplicatedStateRecipe(self.state)
-
-    def state(self) -> Mapping[str, Mapping[str, torch.Tensor]]:
-        parameters = {surface: each for each, surface in self.surfaces.items()}
-        return {"parameters": parameters, "optimizer": slots_of(self.surfaces, [self.optimizer])}
+        named = [*self.model.named_parameters()]
+        parameters = {f"model/{name}": each for name, each in (named[::-1] if is_reversed else named)}
+        self.recipe = ReplicatedStateRecipe(StateTable(parameters, [self.optimizer]))
 
     def step(self) -> None:
         self.optimizer.zero_grad()
@@ -89,32 +85,6 @@ def test_slots_that_the_first_step_creates_are_there_from_then_on():
     assert len(observations([fresh])[0]) == 4
 
 
-def test_slots_that_are_no_tensors_are_left_out():
-    class Counting(torch.optim.SGD):
-        def step(self):
-            for parameter in self.param_groups[0]["params"]:
-                self.state[parameter] |= {"step": 3, "history": [1], "sum": torch.ones(1)}
-
-    (rank,) = stepped(1, make=Counting)
-    found = slots_of(rank.surfaces, [rank.optimizer])
-    assert {name.rpartition(".")[2] for name in found} == {"sum"}
-
-
-def test_slots_of_parameters_without_a_name_are_left_out():
-    (rank,) = stepped(1)
-    del rank.surfaces[rank.model[0].weight]
-    assert not any("0.weight" in name for name in slots_of(rank.surfaces, [rank.optimizer]))
-
-
-def test_state_of_several_optimizers_is_compared():
-    rank = Rank()
-    halves = [torch.optim.AdamW(rank.model[i].parameters()) for i in (0, 1)]
-    rank.model(torch.ones(4, 3)).sum().backward()
-    for optimizer in halves:
-        optimizer.step()
-    assert len(slots_of(rank.surfaces, halves)) == 4 * 3
-
-
 def test_what_was_learned_of_shared_and_owned_state_is_saved_in_checkpoints():
     learned, again = Ownership(), Ownership()
     learned.learn(["a/weight", "a/weight.exp_avg"], {"a/weight.exp_avg": "differs by design"})
@@ -149,8 +119,9 @@ def test_a_tensor_that_one_rank_has_lost_is_a_difference():
 
 
 def test_the_order_in_which_ranks_made_their_state_does_not_matter():
-    ranks = stepped(2)
-    ranks[1].surfaces = dict(reversed(ranks[1].surfaces.items()))
+    ranks = [Rank(), Rank(is_reversed=True)]
+    for rank in ranks:
+        rank.step()
     assert differing(observations(aligned(ranks))) == set()
 
 

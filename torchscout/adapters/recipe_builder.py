@@ -27,10 +27,11 @@ from torchscout.replay.recipes.layer import LayerRecipe
 from torchscout.replay.recipes.optimizer import OptimizerRecipe
 from torchscout.replay.recipes.owned_state import OwnedStateRecipe
 from torchscout.replay.recipes.process_groups import ProcessGroupRecipe
-from torchscout.replay.recipes.replicated_state import ReplicatedStateRecipe, slots_of
+from torchscout.replay.recipes.replicated_state import ReplicatedStateRecipe
 from torchscout.replay.recipes.working_copies import CopyWatch
 from torchscout.replay.replayer import PeersFor
 from torchscout.replay.sharded_parameters import ParameterGatherers, route_of
+from torchscout.state.table import Row, StateTable, row_of
 
 __all__ = ["are_experts_spread", "device_of_job", "expert_parameters", "keep_common", "recipes_for"]
 
@@ -146,24 +147,15 @@ class _Builder:
         """Parameters and their optimizer slots: compared with copies, or watched where there are none."""
         if self._is_owned(role):
             return self.watched(kind, parameters, role)
-        surfaces = _inverted(parameters)
-
-        def state() -> dict[str, Mapping[Surface, torch.Tensor]]:
-            return {"parameters": parameters, "optimizer": slots_of(surfaces, self._optimizers)}
-
-        return ReplicatedStateRecipe(state, kind, role, self._ownership)
+        return ReplicatedStateRecipe(StateTable(parameters, self._optimizers), kind, role, self._ownership)
 
     def watched(self, kind: str, parameters: _Parameters, role: LayerKind = LayerKind.DENSE) -> Recipe:
         """Parameters and their optimizer slots, watched between updates."""
-        surfaces = _inverted(parameters)
-
-        def state() -> dict[Surface, torch.Tensor]:
-            return {**parameters, **slots_of(surfaces, self._optimizers)}
-
+        table = StateTable(parameters, self._optimizers)
         # A recipe for experts does not watch the rest of the model again.
         copies = self._copies() if role is LayerKind.DENSE else None
         return OwnedStateRecipe(
-            state,
+            lambda: table.rows,
             self._optimizers,
             kind,
             role,
@@ -174,15 +166,15 @@ class _Builder:
 
     def _owned_state(self, owned: _Parameters, shared: _Parameters) -> Recipe:
         """State that only this rank holds: ``owned`` according to the adapter, or learned to be."""
-        owned_surfaces, shared_surfaces = _inverted(owned), _inverted(shared)
+        own, others = StateTable(owned, self._optimizers), StateTable(shared, self._optimizers)
 
-        def state() -> dict[Surface, torch.Tensor]:
-            found = {**owned, **slots_of(owned_surfaces, self._optimizers)}
+        def state() -> dict[Surface, Row]:
+            found = own.rows
             # A replica with a corrupted copy would pass it on to all, and then all copies would agree.
-            found |= {name: each for recipe in self._updating for name, each in recipe.gathered().items()}
+            gathered = {name: each for recipe in self._updating for name, each in recipe.gathered().items()}
+            found |= {name: row_of(name, each) for name, each in gathered.items()}
             if learned := self._ownership.owned:
-                every = {**shared, **slots_of(shared_surfaces, self._optimizers)}
-                found |= {name: each for name, each in every.items() if name in learned}
+                found |= {name: row for name, row in others.rows.items() if name in learned}
             return found
 
         return OwnedStateRecipe(

@@ -6,10 +6,21 @@ one pass over CUDA memory.
 
 from __future__ import annotations
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-__all__ = ["MULTIPLIER", "SALT", "avalanche", "dense", "fold_with_torch", "memory_of", "signed"]
+__all__ = [
+    "MULTIPLIER",
+    "SALT",
+    "avalanche",
+    "avalanche_of_all",
+    "dense",
+    "fold_with_torch",
+    "memory_of",
+    "signed",
+]
 
 # [Note: every single-bit flip changes the fold]
 #
@@ -84,6 +95,15 @@ def avalanche(word: int) -> int:
     word ^= word >> 32
     word = word * MULTIPLIER & _MASK
     return word ^ word >> 32
+
+
+def avalanche_of_all(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Return the avalanche of each word."""
+    half, factor = np.uint64(32), np.uint64(MULTIPLIER)
+    words = (words ^ words >> half) * factor
+    words = (words ^ words >> half) * factor
+    mixed: NDArray[np.uint64] = words ^ words >> half
+    return mixed
 
 
 def _avalanche_in_place(words: Tensor) -> Tensor:

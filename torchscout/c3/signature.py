@@ -13,19 +13,29 @@ import importlib.util
 import struct
 from collections.abc import Sequence
 from enum import Enum
+from itertools import islice
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 import xxhash
 
-from torchscout.c3.fold import avalanche, fold_with_torch, memory_of, signed
+from torchscout.c3.fold import avalanche, avalanche_of_all, dense, fold_with_torch, signed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from torch import Tensor
 
-__all__ = ["Algorithm", "PendingSignatures", "digest", "read_signatures", "signature", "signatures"]
+__all__ = [
+    "Algorithm",
+    "PendingSignatures",
+    "SignaturePlan",
+    "digest",
+    "read_signatures",
+    "signature",
+    "signatures",
+]
 
 
 class Algorithm(str, Enum):
@@ -47,7 +57,7 @@ def signature(tensor: Tensor, *, algorithm: Algorithm | str | None = None) -> in
     tensor = _plain(tensor)
     used = _algorithm_for(tensor, algorithm)
     if used is Algorithm.XXH3:
-        return _finished(_xxh3(tensor), _tag(tensor, used))
+        return _finished(_HostMemory(tensor).xxh3(), _tag(tensor, used))
     fold = _fold((tensor,))
     tag = _tag(tensor, used)  # while the device folds
     return _finished(int(fold.item()), tag)
@@ -58,6 +68,32 @@ def signatures(tensors: Iterable[Tensor], *, algorithm: Algorithm | str | None =
     return PendingSignatures(tensors, algorithm=algorithm).read()
 
 
+class SignaturePlan:
+    """What stays the same from one time that some tensors are signed to the next.
+
+    It may be started again as long as each tensor keeps its memory; the caller makes sure of that.
+    """
+
+    def __init__(self, tensors: Iterable[Tensor], *, algorithm: Algorithm | str | None = None) -> None:
+        work = [(tensor, _algorithm_for(tensor, algorithm)) for tensor in map(_plain, tensors)]
+        self.tags = np.array([_tag(tensor, used) for tensor, used in work], dtype=np.uint64)
+        self.on_host = {
+            place: _HostMemory(tensor) for place, (tensor, used) in enumerate(work) if used is Algorithm.XXH3
+        }
+        """By the position among all tensors."""
+        self.on_devices: dict[torch.device, tuple[list[int], list[Tensor]]] = {}
+        """The positions and the tensors of each device."""
+        for place, (tensor, used) in enumerate(work):
+            if used is Algorithm.FOLD:
+                places, group = self.on_devices.setdefault(tensor.device, ([], []))
+                places.append(place)
+                group.append(tensor)
+
+    def start(self) -> PendingSignatures:
+        """Sign the tensors as they are now, on the current stream of each device."""
+        return PendingSignatures.planned(self)
+
+
 class PendingSignatures:
     """Signatures that are being computed on the devices of the tensors.
 
@@ -65,40 +101,64 @@ class PendingSignatures:
     """
 
     def __init__(self, tensors: Iterable[Tensor], *, algorithm: Algorithm | str | None = None) -> None:
-        work = [(tensor, _algorithm_for(tensor, algorithm)) for tensor in map(_plain, tensors)]
-        groups: dict[torch.device, list[Tensor]] = {}
-        for tensor, used in work:
-            if used is Algorithm.FOLD:
-                groups.setdefault(tensor.device, []).append(tensor)
-        self.folds = {device: _fold(group) for device, group in groups.items()}
+        self._start(SignaturePlan(tensors, algorithm=algorithm))
+
+    @classmethod
+    def planned(cls, plan: SignaturePlan) -> PendingSignatures:
+        started = cls.__new__(cls)
+        started._start(plan)
+        return started
+
+    def _start(self, plan: SignaturePlan) -> None:
+        self.folds = {device: _fold(group) for device, (_, group) in plan.on_devices.items()}
         """Device -> the folds that are computed there."""
-        # Computed while the devices fold.
-        self._tags = [_tag(tensor, used) for tensor, used in work]
-        self._digests: list[int | torch.device] = [
-            tensor.device if used is Algorithm.FOLD else _xxh3(tensor) for tensor, used in work
-        ]
+        self._places = {device: places for device, (places, _) in plan.on_devices.items()}
+        self._tags = plan.tags
+        self._digests = np.zeros(len(plan.tags), dtype=np.uint64)
+        for place, memory in plan.on_host.items():  # while the devices fold
+            self._digests[place] = memory.xxh3()
+
+    def __len__(self) -> int:
+        return len(self._tags)
 
     def read(self) -> list[int]:
         """Wait for the devices and return the signatures."""
         return read_signatures([self])[0]
 
-    def finished(self, folded: Mapping[torch.device, Iterator[int]]) -> list[int]:
+    def finished(self, folded: Mapping[torch.device, Sequence[int]]) -> list[int]:
         """Return the signatures, given the values of ``folds``."""
-        digests = [next(folded[each]) if isinstance(each, torch.device) else each for each in self._digests]
-        return [_finished(digest, tag) for digest, tag in zip(digests, self._tags, strict=True)]
+        digests = self._digests.copy()
+        for device, values in folded.items():
+            digests[self._places[device]] = np.array(values, dtype=np.int64).view(np.uint64)
+        found: list[int] = avalanche_of_all(digests + self._tags).view(np.int64).tolist()
+        return found
 
 
 def read_signatures(pending: Sequence[PendingSignatures]) -> list[list[int]]:
     """Read several pending signatures with one small transfer per device."""
-    groups: dict[torch.device, list[Tensor]] = {}
+    folds: dict[torch.device, list[Tensor]] = {}
     for each in pending:
         for device, fold in each.folds.items():
-            groups.setdefault(device, []).append(fold)
-    folded = {
-        device: iter((folds[0] if len(folds) == 1 else torch.cat(folds)).tolist())
-        for device, folds in groups.items()
-    }
-    return [each.finished(folded) for each in pending]
+            folds.setdefault(device, []).append(fold)
+    values = {device: iter(torch.cat(each).tolist()) for device, each in folds.items()}
+    return [
+        each.finished({device: [*islice(values[device], len(fold))] for device, fold in each.folds.items()})
+        for each in pending
+    ]
+
+
+class _HostMemory:
+    """The bytes of a tensor in host memory, row-major."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+        self._bytes = _bytes_at(tensor) if dense(tensor) is tensor else None
+
+    def xxh3(self) -> int:
+        if self._bytes is not None:
+            return xxhash.xxh3_64_intdigest(self._bytes)
+        copied = dense(self._tensor)
+        return xxhash.xxh3_64_intdigest(_bytes_at(copied))
 
 
 def _plain(tensor: Tensor) -> Tensor:
@@ -153,11 +213,10 @@ def _algorithm_for(tensor: Tensor, requested: Algorithm | str | None) -> Algorit
     return algorithm
 
 
-def _xxh3(tensor: Tensor) -> int:
-    data = memory_of(tensor)
+def _bytes_at(tensor: Tensor) -> ctypes.Array[ctypes.c_ubyte] | bytes:
+    """The memory of a dense tensor."""
     # Not a NumPy array: it would forbid to resize the storage, which is how FSDP frees its storages.
-    memory = (ctypes.c_ubyte * data.numel()).from_address(data.data_ptr()) if data.numel() else b""
-    return xxhash.xxh3_64_intdigest(memory)
+    return (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr()) if tensor.nbytes else b""
 
 
 def _fold(tensors: Sequence[Tensor]) -> Tensor:

@@ -12,10 +12,10 @@ from collections.abc import Iterable
 import torch
 
 from torchscout.decision.types import EvidenceRecord, Manifestation
-from torchscout.replay.capture.broadcast import local_part
 from torchscout.replay.recipe import Recipe
 from torchscout.replay.recipes.owned_state import OwnedStateRecipe
 from torchscout.replay.recipes.replicated_state import ReplicatedStateRecipe
+from torchscout.state.table import Row
 from torchscout.utils.text import listed
 
 __all__ = ["FINITE", "FiniteState", "not_finite"]
@@ -37,8 +37,8 @@ class FiniteState:
         states = [
             each.state() for each in recipes if isinstance(each, ReplicatedStateRecipe | OwnedStateRecipe)
         ]
-        tensors = {name: each for state in states for name, each in state.items()}
-        self._parts = {name: part for name, each in tensors.items() if (part := _readable(each)) is not None}
+        rows = [row for state in states for row in state.values()]
+        self._parts = {row.name: row.local.detach() for row in rows if _is_readable(row)}
         self._norms: list[torch.Tensor] = []
         by_device: dict[torch.device, list[torch.Tensor]] = {}
         for part in self._parts.values():
@@ -69,13 +69,13 @@ def not_finite(state: FiniteState | None, step: int, rank: int) -> list[Evidence
     return [record]
 
 
-def _readable(tensor: torch.Tensor) -> torch.Tensor | None:
-    """This rank's numbers of a tensor; None if it has none that count."""
-    if isinstance(tensor, torch.nn.Parameter) and not tensor.requires_grad:
-        return None
-    part = local_part(tensor).detach()
-    if type(part) not in (torch.Tensor, torch.nn.Parameter) or part.dtype not in _DTYPES:
-        return None
-    if part.is_meta or part.layout is not torch.strided or not part.numel():
-        return None
-    return part if part.untyped_storage().nbytes() else None  # FSDP and ZeRO free what they do not need
+def _is_readable(row: Row) -> bool:
+    """Whether this rank has numbers of a tensor that count."""
+    if isinstance(row.tensor, torch.nn.Parameter) and not row.tensor.requires_grad:
+        return False
+    local = row.local
+    if type(local) not in (torch.Tensor, torch.nn.Parameter) or local.dtype not in _DTYPES:
+        return False
+    if local.is_meta or local.layout is not torch.strided or not local.numel():
+        return False
+    return bool(local.untyped_storage().nbytes())  # FSDP and ZeRO free what they do not need

@@ -16,6 +16,7 @@ from torchscout.decision.types import Action, Incident
 from torchscout.mesh import Mesh
 from torchscout.replay.recipe import ABSENT, Comparison, Mode, Observation, Recipe, Replay, SavedInput
 from torchscout.replay.recipes.replicated_state import ReplicatedStateRecipe
+from torchscout.state.table import StateTable
 
 if TYPE_CHECKING:
     from tests.scenarios.test_corruption import Check, Job, Value, Values
@@ -47,9 +48,10 @@ def finding_of(incident: Incident) -> Finding:
 def _reports(links: Links, mesh: Mesh, job: Job) -> list[tuple[Finding, str]]:
     state, layers = _State(job, links.rank), _Layers(job, links.rank)
     config = ReplayConfig(interval=1, recipes=("layer", "replicated_state"), variants=job.scales, **UNTIMED)
-    rank = Rank(links, mesh, [ReplicatedStateRecipe(state.tensors), layers], config)
+    rank = Rank(links, mesh, [ReplicatedStateRecipe(state), layers], config)
     for step, check in enumerate(job.checks, start=1):
-        state.values, layers.check = check.state, check
+        state.show(check.state)
+        layers.check = check
         rank.driver.step_finished(step)
     rank.driver.close()
     assert rank.boundary.failures == []
@@ -60,31 +62,24 @@ def _about(incident: Incident) -> str:
     return next((about for words, about in ABOUT.items() if words in incident.sentence), "")
 
 
-class _State:
+class _State(StateTable):
     """The state of one rank: a tensor with one number for each name that some check mentions."""
 
     def __init__(self, job: Job, rank: int) -> None:
-        self._rank, self.values = rank, job.before
-        self._names = {
+        self._rank = rank
+        self._mentioned = {
             "layer.0/weight",
             "layer.1/weight",
             *job.before,
             *(name for each in job.checks for name in each.state),
         }
+        self.show(job.before)
 
-    def tensors(self) -> dict[str, Mapping[str, torch.Tensor]]:
-        found = {name: self._value(name) for name in sorted(self._names)}
-        return {
-            "parameters": {
-                name: torch.tensor([each], dtype=torch.float64)
-                for name, each in found.items()
-                if each != NOTHING
-            },
-            "optimizer": {},
-        }
-
-    def _value(self, name: str) -> Value:
-        return self.values[name][self._rank] if name in self.values else 0
+    def show(self, values: Mapping[str, Values]) -> None:
+        """Hold these values from now on."""
+        found = {name: values[name][self._rank] if name in values else 0 for name in self._mentioned}
+        kept = {name: each for name, each in found.items() if each != NOTHING}
+        super().__init__({name: torch.tensor([each], dtype=torch.float64) for name, each in kept.items()})
 
 
 class _Layers(Recipe):

@@ -27,14 +27,14 @@ import torch
 import xxhash
 
 from torchscout.c3.fold import signed
-from torchscout.c3.signature import PendingSignatures
+from torchscout.c3.signature import SignaturePlan
 from torchscout.decision.types import Surface
 from torchscout.errors import ReplayError, describe_error
 from torchscout.mesh import LayerKind
 from torchscout.replay.recipe import Comparison, Mode, Observation, Recipe, Replay
-from torchscout.replay.recipes.optimizer_slice import local_of
-from torchscout.replay.recipes.rest_window import Pace, Window, size_of
+from torchscout.replay.recipes.rest_window import Pace, Window
 from torchscout.replay.recipes.working_copies import CopyWatch
+from torchscout.state.table import Row, row_of
 from torchscout.utils.cuda_graphs import is_capturing
 from torchscout.utils.reentrancy import in_own_work
 
@@ -44,9 +44,7 @@ UNCHANGED = signed(xxhash.xxh3_64_intdigest(b"torchscout: what this rank holds h
 """In place of a signature: all bytes are the same before this update as after the previous one."""
 OWNED_STATE = "state/owned"
 _UNREADABLE = (ReplayError, ValueError, RuntimeError)
-_State = Callable[[], Mapping[Surface, torch.Tensor]]
-_Tensors = dict[Surface, tuple[torch.Tensor, torch.Tensor]]
-"""Tensors, each with its local part, which is the tensor itself unless that is a DTensor."""
+_Rows = Mapping[Surface, Row]
 
 
 class OwnedStateRecipe(Recipe):
@@ -54,7 +52,7 @@ class OwnedStateRecipe(Recipe):
 
     def __init__(
         self,
-        state: _State,
+        state: Callable[[], _Rows],
         optimizers: Sequence[torch.optim.Optimizer],
         kind: str = "replicated_state",
         role: LayerKind = LayerKind.DENSE,
@@ -88,6 +86,8 @@ class OwnedStateRecipe(Recipe):
         """Number of windows of owned state since the last check in which nothing could be watched."""
         self._pace = Pace()
         self._turn = 0
+        self._plans: dict[bool, tuple[list[Row], SignaturePlan]] = {}
+        """How owned state and working copies were signed last."""
         self._written: set[Surface] = set()
         """State that the program writes to; see [Note: writes of the program]."""
         self.share = 1.0
@@ -97,20 +97,21 @@ class OwnedStateRecipe(Recipe):
 
     def watched_state(self) -> Mapping[Surface, torch.Tensor]:
         """Return what is watched, regardless of the budget."""
-        return {**self._copies.resting(), **self._state()}
+        return {**self._copies.resting(), **{name: row.tensor for name, row in self._state().items()}}
 
-    def state(self) -> Mapping[Surface, torch.Tensor]:
+    def state(self) -> _Rows:
         """Return what only this rank has, without padding."""
-        padding, found = self._padding(), dict[Surface, torch.Tensor]()
-        for name, tensor in self._state().items():
+        padding, found = self._padding(), dict[Surface, Row]()
+        for name, row in self._state().items():
             # What an optimizer keeps for each element is named after the state.
             unused = padding.get(name) or padding.get(name.rpartition(".")[0]) or ()
-            if not unused or tensor.numel() < unused[-1].stop:
-                found[name] = tensor
+            if not unused or row.local.numel() < unused[-1].stop:
+                found[name] = row
                 continue
-            flat, begins = tensor.detach().view(-1), [0, *(each.stop for each in unused)]
+            flat, begins = row.local.detach().view(-1), [0, *(each.stop for each in unused)]
             ends = [*(each.start for each in unused), flat.numel()]
-            found |= {f"{name}[{a}:{b}]": flat[a:b] for a, b in zip(begins, ends, strict=True) if a < b}
+            pieces = {f"{name}[{a}:{b}]": flat[a:b] for a, b in zip(begins, ends, strict=True) if a < b}
+            found |= {each: row_of(each, piece) for each, piece in pieces.items()}
         return found
 
     def unwatched(self) -> Mapping[Surface, str]:
@@ -126,6 +127,7 @@ class OwnedStateRecipe(Recipe):
     def close(self) -> None:
         self._open.clear()
         self._closed.clear()
+        self._plans.clear()
         self._copies.close()
         while self._hooks:
             self._hooks.pop().remove()
@@ -143,10 +145,10 @@ class OwnedStateRecipe(Recipe):
         self._pace.step_ended()
         begin, self._open, self._step = time.perf_counter(), [], step
         owned = self._read(self._state, are_copies=False)
-        copies = self._read(self._copies.resting, are_copies=True) or {}
-        copies = {name: each for name, each in copies.items() if name not in (owned or {})}
-        every = {name: local for name, (_, local) in {**copies, **(owned or {})}.items()}
-        due = self._due({name: each for name, each in every.items() if name not in self._written})
+        copies = self._read(self._resting, are_copies=True) or {}
+        copies = {name: row for name, row in copies.items() if name not in (owned or {})}
+        every = {**copies, **(owned or {})}
+        due = self._due({name: row for name, row in every.items() if name not in self._written})
         if owned is not None:
             self._open_window(step, owned, due, are_copies=False)
         if copies:
@@ -154,7 +156,7 @@ class OwnedStateRecipe(Recipe):
         opened = {name: each for window in self._open for name, each in window.tensors.items()}
         self._copies.begin(opened if copies else {})
         self._seen = {*copies}
-        self._pace.signed(sum(map(size_of, due.values())), time.perf_counter() - begin)
+        self._pace.signed(sum(row.bytes for row in due.values()), time.perf_counter() - begin)
 
     def new_replay(self, *_: object) -> _OwnedStateReplay:
         return _OwnedStateReplay(self)
@@ -204,48 +206,58 @@ class OwnedStateRecipe(Recipe):
         self._copies.checked()
         self._problem, self._missed = None, 0
 
-    def _due(self, every: dict[Surface, torch.Tensor]) -> dict[Surface, torch.Tensor]:
+    def _due(self, every: dict[Surface, Row]) -> dict[Surface, Row]:
         """Return as much as the budget allows, starting where the previous step ended."""
-        total = sum(map(size_of, every.values()))
         allowed = self._pace.bytes_within(self._budget)
-        if allowed is None or allowed >= total:
+        if allowed is None or allowed >= sum(row.bytes for row in every.values()):
             return every
-        names, chosen, taken = list(every), dict[Surface, torch.Tensor](), 0
+        names, chosen, taken = list(every), dict[Surface, Row](), 0
         while not chosen or (taken < allowed and len(chosen) < len(names)):
             name = names[self._turn % len(names)]
-            chosen[name], taken = every[name], taken + size_of(every[name])
+            chosen[name], taken = every[name], taken + every[name].bytes
             self._turn += 1
         return chosen
 
-    def _read(self, state: _State, *, are_copies: bool) -> _Tensors | None:
+    def _resting(self) -> _Rows:
+        return {name: row_of(name, each) for name, each in self._copies.resting().items()}
+
+    def _read(self, state: Callable[[], _Rows], *, are_copies: bool) -> _Rows | None:
         try:
-            return {name: (whole, local_of(whole, whole)) for name, whole in state().items()}
+            return state()
         except _UNREADABLE as error:
             self._failed((), error, are_copies=are_copies)
             return None
 
-    def _open_window(self, step: int, every: _Tensors, due: Collection[Surface], *, are_copies: bool) -> None:
-        wholes = {name: whole for name, (whole, _) in every.items() if name in due}
-        tensors = {name: every[name][1] for name in wholes}
-        total = sum(size_of(local) for _, local in every.values())
+    def _open_window(self, step: int, every: _Rows, due: Collection[Surface], *, are_copies: bool) -> None:
+        rows = {name: row for name, row in every.items() if name in due}
+        total = sum(row.bytes for row in every.values())
         try:
-            before = PendingSignatures(tensors.values())
-            self._open.append(Window(step, tensors, wholes, before, total, are_copies))
+            plan = self._plan_for([*rows.values()], are_copies)
+            self._open.append(Window(step, rows, plan, total, are_copies=are_copies))
         except _UNREADABLE as error:
-            self._failed(tensors, error, are_copies=are_copies)
+            self._failed(rows, error, are_copies=are_copies)
+
+    def _plan_for(self, rows: list[Row], are_copies: bool) -> SignaturePlan:
+        """Return how to sign these rows: as in the step before, if they have not moved since."""
+        last, plan = self._plans.get(are_copies, ([], None))
+        if plan is None or [(id(row.local), row.address) for row in last] != [
+            (id(row.local), row.address) for row in rows
+        ]:
+            plan = SignaturePlan(row.local for row in rows)
+            self._plans[are_copies] = rows, plan
+        return plan
 
     def _pass_ended(self) -> None:
         """Watch working copies that the forward pass has gathered."""
         if self._step is None or in_own_work() or is_capturing():
             return
-        found = self._read(self._copies.resting, are_copies=True) or {}
-        late = {name: each for name, each in found.items() if name not in self._seen}
+        found = self._read(self._resting, are_copies=True) or {}
+        late = {name: row for name, row in found.items() if name not in self._seen}
         if not late:
             return
         self._seen.update(late)
         begun = len(self._open)
-        due = self._due({name: local for name, (_, local) in late.items()})
-        self._open_window(self._step, late, due, are_copies=True)
+        self._open_window(self._step, late, self._due(late), are_copies=True)
         for window in self._open[begun:]:
             self._copies.begin_late(window.tensors)
 
@@ -257,7 +269,7 @@ class OwnedStateRecipe(Recipe):
         closing = [each for each in self._open if each.are_copies or not copies_only]
         self._open = [each for each in self._open if copies_only and not each.are_copies]
         for window in closing:
-            names = list(window.tensors)
+            names = list(window.sizes)
             try:
                 window.close(self._copies.received)
                 self._closed.append(window)

@@ -7,7 +7,8 @@ peers have, is not compared: see ``decision.ownership``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -18,31 +19,11 @@ from torchscout.decision.types import EvidenceRecord, Surface
 from torchscout.errors import ReplayError
 from torchscout.mesh import LayerKind
 from torchscout.replay.recipe import Comparison, Mode, Observation, Recipe, Replay
-from torchscout.utils._torch import inner_of
+from torchscout.state.table import Row, StateTable
 
-__all__ = ["ReplicatedStateRecipe", "State", "slots_of"]
+__all__ = ["ReplicatedStateRecipe"]
 
-State = Callable[[], Mapping[str, Mapping[Surface, torch.Tensor]]]
-"""Returns the current tensors, as ``parameters`` and ``optimizer``."""
 _SOME_RANKS = f"{BY_DESIGN}: only some ranks hold it"
-
-
-def slots_of(
-    surfaces: Mapping[torch.Tensor, Surface], optimizers: Sequence[torch.optim.Optimizer]
-) -> dict[Surface, torch.Tensor]:
-    """Return every tensor of optimizer state, named as ``layer.2.up/weight.exp_avg``."""
-    found: dict[Surface, torch.Tensor] = {}
-    # ZeroRedundancyOptimizer keeps its slots in an inner optimizer.
-    inner = [each for each in map(inner_of, optimizers) if each is not None]
-    for optimizer in (*optimizers, *inner):
-        for parameter, slots in optimizer.state.items():
-            if parameter in surfaces and isinstance(slots, dict):
-                found |= {
-                    f"{surfaces[parameter]}.{slot}": value
-                    for slot, value in slots.items()
-                    if isinstance(value, torch.Tensor)
-                }
-    return found
 
 
 class ReplicatedStateRecipe(Recipe):
@@ -52,12 +33,12 @@ class ReplicatedStateRecipe(Recipe):
 
     def __init__(
         self,
-        state: State,
+        table: StateTable,
         kind: str = "replicated_state",
         role: LayerKind = LayerKind.DENSE,
         ownership: Ownership | None = None,
     ) -> None:
-        self._state = state
+        self.table = table
         self.kind, self.role = kind, role
         self.ownership = Ownership() if ownership is None else ownership
         self._names = _Names(self.ownership)
@@ -65,14 +46,14 @@ class ReplicatedStateRecipe(Recipe):
     def compared(self) -> list[torch.Tensor]:
         """Return the parameters that are replicated, as far as is known."""
         owned = self.ownership.owned
-        return [each for name, each in self._state()["parameters"].items() if name not in owned]
+        return [row.tensor for name, row in self.table.parameters.items() if name not in owned]
 
-    def state(self) -> dict[Surface, torch.Tensor]:
+    def state(self) -> Mapping[Surface, Row]:
         """Return all of it that this rank holds, compared or not."""
-        return {name: each for tensors in self._state().values() for name, each in tensors.items()}
+        return self.table.rows
 
     def new_replay(self, *_: object) -> _StateComparison:
-        return _StateComparison(self._state, self._names)
+        return _StateComparison(self.table, self._names)
 
 
 class _Names:
@@ -116,19 +97,18 @@ class _Names:
 class _StateComparison(Replay):
     """The state at the end of one step."""
 
-    def __init__(self, state: State, names: _Names) -> None:
-        self._state, self._names = state, names
-        self._tensors: Mapping[str, Mapping[Surface, torch.Tensor]] = {}
+    def __init__(self, table: StateTable, names: _Names) -> None:
+        self._table, self._names = table, names
+        self._compared: dict[str, list[Surface]] = {}
 
     def describe(self) -> Any:
-        self._tensors = {part: dict(sorted(tensors.items())) for part, tensors in self._state().items()}
-        return self._names.describe([name for tensors in self._tensors.values() for name in tensors])
+        return self._names.describe([*self._table.rows])
 
     def prepare(self, descriptions: Sequence[Any], _: int, /) -> None:
         self._names.agree(descriptions)
-        self._tensors = {
-            part: {name: each for name, each in tensors.items() if self._names.is_compared(name)}
-            for part, tensors in self._tensors.items()
+        kinds = {"parameters": self._table.parameters, "optimizer": self._table.slots}
+        self._compared = {
+            kind: [name for name in rows if self._names.is_compared(name)] for kind, rows in kinds.items()
         }
 
     def comparisons(self) -> list[Comparison]:
@@ -137,22 +117,24 @@ class _StateComparison(Replay):
             Comparison(
                 name,
                 Mode.STATE,
-                summary=f"state/{part}",
+                summary=f"state/{kind}",
                 is_new=ownership.is_new(name),
                 is_local=ownership.is_local(name),
             )
-            for part, tensors in self._tensors.items()
-            for name in tensors
+            for kind, names in self._compared.items()
+            for name in names
         ]
 
     def observe(self, seen: Observation) -> None:
-        seen.sign({name: each for tensors in self._tensors.values() for name, each in tensors.items()})
+        names = [*chain(*self._compared.values())]
+        signed = self._table.sign(names)
+        seen.when_signed(signed, lambda found: seen.signatures.update(zip(names, found, strict=True)))
 
     def learn(self, records: Sequence[EvidenceRecord]) -> None:
         owned = {
             each.surface: each.reason for each in records if each.reason and each.reason.startswith(BY_DESIGN)
         }
-        self._names.ownership.learn([name for each in self._tensors.values() for name in each], owned)
+        self._names.ownership.learn([*chain(*self._compared.values())], owned)
 
     def release(self) -> None:
-        self._tensors = {}
+        self._compared = {}

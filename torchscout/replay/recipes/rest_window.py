@@ -7,53 +7,62 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 
 import torch
 
-from torchscout.c3.signature import PendingSignatures, read_signatures
+from torchscout.c3.signature import PendingSignatures, SignaturePlan, read_signatures
 from torchscout.decision.types import Surface
+from torchscout.state.table import Row
 
-__all__ = ["Pace", "Window", "size_of"]
+__all__ = ["Pace", "Window"]
 
 _BYTES_PER_SECOND = 1e12
 """A lower bound for an accelerator; its time is not measured, because that would synchronize with it."""
 
 
-@dataclass
 class Window:
     """The time from one update to the next."""
 
-    step: int
-    """The step of the first update."""
-    tensors: dict[Surface, torch.Tensor]
-    """What is watched; released when the window closes."""
-    wholes: dict[Surface, torch.Tensor]
-    """The DTensors that these are local parts of, else the same tensors: DTensors count their own writes."""
-    before: PendingSignatures
-    total: int
-    """Bytes of everything to be watched, in this window or another."""
-    are_copies: bool = False
-    """Whether these are working copies: see ``working_copies``."""
-    sizes: Mapping[Surface, int] = field(default_factory=dict)
-    """Bytes of each watched tensor."""
-    after: PendingSignatures | None = None
-    written: frozenset[Surface] = frozenset()
-    """What training is known to have written to."""
-    received: frozenset[Surface] = frozenset()
-    """What a collective may have written to."""
+    def __init__(
+        self,
+        step: int,
+        rows: Mapping[Surface, Row],
+        plan: SignaturePlan,
+        total: int,
+        *,
+        are_copies: bool = False,
+    ) -> None:
+        """Watch these rows, which ``plan`` signs, from the update of this step on. ``total`` has the bytes of
+        everything to be watched, in this window or another. See ``working_copies`` for ``are_copies``."""
+        self.step, self.are_copies = step, are_copies
+        self.written: frozenset[Surface] = frozenset()
+        """What training is known to have written to, or has moved to other memory."""
+        self.received: frozenset[Surface] = frozenset()
+        """What a collective may have written to."""
+        self.sizes = {name: row.bytes for name, row in rows.items()}
+        """Bytes of each watched tensor."""
+        self._total = total
+        self._rows, self._plan = rows, plan
+        self._versions = [_versions(row) for row in rows.values()]
+        self._before = plan.start()
+        self._after: tuple[list[Surface], PendingSignatures] | None = None
 
-    def __post_init__(self) -> None:
-        self._versions = self._counted()
+    @property
+    def tensors(self) -> dict[Surface, torch.Tensor]:
+        """What is watched; empty once the window is closed."""
+        return {name: row.local for name, row in self._rows.items()}
 
     def close(self, received: frozenset[Surface] = frozenset()) -> None:
         """Called when the next update begins. A collective may have written to ``received``."""
-        self.after = PendingSignatures(self.tensors.values())
-        counted = zip(self.tensors, self._versions, self._counted(), strict=True)
-        self.written = frozenset(name for name, before, now in counted if before != now)
-        self.received = received & self.tensors.keys()
-        self.sizes = {name: size_of(each) for name, each in self.tensors.items()}
-        self.tensors, self.wholes = {}, {}
+        kept = [name for name, row in self._rows.items() if row.is_current]
+        is_whole = len(kept) == len(self._rows)
+        after = self._plan.start() if is_whole else PendingSignatures(self._rows[each].local for each in kept)
+        self._after = kept, after
+        counted = zip(self._rows.items(), self._versions, strict=True)
+        written = {name for (name, row), before in counted if before != _versions(row)}
+        self.written = frozenset(written | (self._rows.keys() - kept))
+        self.received = received & self._rows.keys()
+        self._rows = {}
 
     @property
     def watched(self) -> int:
@@ -64,23 +73,22 @@ class Window:
     def demanded(self) -> int:
         """Bytes that must be watched for a check to certify. Valid once the window is closed."""
         if not self.are_copies:
-            return self.total
-        return self.total - sum(size for name, size in self.sizes.items() if name in self.written)
+            return self._total
+        return self._total - sum(size for name, size in self.sizes.items() if name in self.written)
 
     def changed(self) -> list[Surface]:
         """Return what has changed. Valid once the window is closed."""
-        assert self.after is not None, "close comes first"
-        before, after = read_signatures([self.before, self.after])
-        found = zip(self.sizes, before, after, strict=True)
-        return [name for name, old, new in found if old != new and name not in self.written]
+        assert self._after is not None, "close comes first"
+        kept, pending = self._after
+        before, after = read_signatures([self._before, pending])
+        was = dict(zip(self.sizes, before, strict=True))
+        found = zip(kept, after, strict=True)
+        return [name for name, now in found if was[name] != now and name not in self.written]
 
-    def _counted(self) -> list[tuple[int, int, int]]:
-        """Return versions, and addresses of working copies: ZeRO 3 gathers a parameter into other memory."""
-        wholes, are_copies = self.wholes, self.are_copies
-        return [
-            (each._version, wholes[name]._version, wholes[name].data_ptr() if are_copies else 0)
-            for name, each in self.tensors.items()
-        ]
+
+def _versions(row: Row) -> tuple[int, int]:
+    """DTensors count their own writes."""
+    return row.local._version, row.tensor._version
 
 
 class Pace:
@@ -107,10 +115,6 @@ class Pace:
         if budget is None or self._seconds_per_byte is None or self._step_seconds is None:
             return None
         return int(budget * self._step_seconds / self._seconds_per_byte / 2)
-
-
-def size_of(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
 
 
 def _mixed(before: float | None, now: float) -> float:
