@@ -127,6 +127,7 @@ def enable_resiliency(  # noqa: PLR0913  a keyword for each subsystem
         monitor = None if observer is None else _monitor(base, observer, replay, decisions, webhook, undo)
         incidents, decisions.entry = _incidents(base, monitor, [*callbacks, decisions.handle], webhook, undo)
         driver, why_not = _replay(base, replay, checkpoints or CertifiedSteps(), monitor, incidents)
+        stages = [*stages_of(adapter.model)]
         parts = Parts(
             run_dir=job.run_dir,
             boundary=base.boundary,
@@ -136,6 +137,7 @@ def enable_resiliency(  # noqa: PLR0913  a keyword for each subsystem
             replay=driver,
             replay_off=why_not,
             checkpoints=checkpoints,
+            is_training=lambda: any(each.training for each in stages),
             recovery=decisions,
             undo=undo.pop_all(),
         )

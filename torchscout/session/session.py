@@ -50,10 +50,20 @@ class InputHook(Generic[_Batch]):
         self._source, self._before_fetch = source, before_fetch
 
     def __iter__(self) -> Iterator[_Batch]:
-        self._before_fetch()
+        left = self._size()
+        if left != 0:
+            self._before_fetch()
         for batch in self._source:
             yield batch
-            self._before_fetch()
+            left = None if left is None else left - 1
+            if left != 0:  # otherwise no batch follows, and a validation may
+                self._before_fetch()
+
+    def _size(self) -> int | None:
+        try:
+            return len(self)
+        except TypeError:  # a stream
+            return None
 
     def __len__(self) -> int:
         return len(self._source)  # type: ignore[arg-type]
@@ -89,6 +99,8 @@ class Parts:
     replay_off: str = "replay=None"
     """Why there is no replay."""
     checkpoints: CheckpointManager | None = None
+    is_training: Callable[[], bool] = lambda: True
+    """Whether the model is in training mode: a batch that is fetched then begins a step."""
     recovery: Recovery | None = None
     undo: ExitStack = field(default_factory=ExitStack)
     """Closes the rest when the session ends: the monitor, SCOUT's process groups, hooks."""
@@ -105,6 +117,7 @@ class Session:
         self._incidents, self._entry, self._undo = parts.incidents, parts.entry, parts.undo
         self._recovery = parts.recovery
         self._monitor, self._checkpoints = parts.monitor, parts.checkpoints
+        self._is_training = parts.is_training
         self._replay, self._replay_off = parts.replay, parts.replay_off
         self._pid = os.getpid()
         self._end_once = threading.Lock()
@@ -196,7 +209,7 @@ class Session:
         """Return an iterable over the same batches that publishes when a batch is being fetched, and for how
         long."""
         watched = source if self._monitor is None else self._monitor.publisher.watch_input(source)
-        return watched if self._checkpoints is None else InputHook(watched, self.step_begins)
+        return watched if self._checkpoints is None else InputHook(watched, self._fetch_begins)
 
     def checkpoint_io(self, kind: Literal["read", "write"]) -> AbstractContextManager[None]:
         """A context in which a checkpoint is read or written: longer silence is not a hang."""
@@ -280,6 +293,10 @@ class Session:
         if self._replay is None:
             raise ValueError("this session has no replay")
         self._replay.driver.change(**settings)
+
+    def _fetch_begins(self) -> None:
+        if self._is_training():  # a validation between two steps belongs to the first
+            self.step_begins()
 
     def step_begins(self) -> None:
         """Called before a batch is fetched, or else before the model is called."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -41,7 +41,7 @@ from torchscout.communicators import Communicators, Job
 from torchscout.config import CheckpointConfig
 from torchscout.decision.ownership import Ownership
 from torchscout.decision.types import Failure
-from torchscout.errors import CheckpointError, ScoutError, UnavailableError
+from torchscout.errors import CheckpointError, ScoutError, UnavailableError, describe_error
 from torchscout.log import Problems, log
 from torchscout.replay.capture.saved_calls import SavedCalls
 from torchscout.session.checkpoints.certifier import certified_step
@@ -59,11 +59,26 @@ from torchscout.session.checkpoints.resumption import (
     restore_together,
 )
 from torchscout.session.replay.coverage import RecipeCycle
+from torchscout.state.table import StateTable
 
 __all__ = ["CheckpointManager"]
 
 _COPY_SECONDS = 30.0
 """How long a job that resumes waits at most for the copies of the loaded state on other machines."""
+
+
+class _Signed:
+    """The signatures of all tensors of the state at one moment."""
+
+    def __init__(self, parts: StateParts) -> None:
+        table = StateTable({**parts.updated, **parts.buffers, **parts.caches}, parts.optimizers)
+        self._names = [*table.rows]
+        self._pending = table.sign(self._names)
+
+    def difference(self, later: _Signed) -> str | None:
+        """Return the name of a tensor that only one of them has, or that differs; None if there is none."""
+        before, now = (dict(zip(each._names, each._pending.read(), strict=True)) for each in (self, later))
+        return next((name for name in {**before, **now} if before.get(name) != now.get(name)), None)
 
 
 class CheckpointManager:
@@ -107,6 +122,8 @@ class CheckpointManager:
         """Its capture; None until it has begun."""
         self._due: Callable[[], None] | None = None
         """Starts the capture when the next step begins."""
+        self._checked: _Signed | None = None
+        """The state that the check has seen which certifies what is due."""
         self._ledgers = LedgerTiers()
         self._problems = Problems("checkpoints")
         self._reason = "nothing has been captured yet"
@@ -317,7 +334,15 @@ class CheckpointManager:
         self._undo.close()
 
     def finish(self) -> None:
-        """Capture what is due and write it to files, because the job ends on this rank."""
+        """Write the newest state to files, because the job ends on this rank.
+
+        No step begins with what is due, and the program may have loaded other weights since the last step. So
+        it is captured only if it is what the check has seen.
+        """
+        if self._due is not None and (changed := self._changed_since_check()):
+            self._due = None
+            end = f"the state after step {self._gate.step} is not kept, because no step began with it"
+            self._problems.add([f"{end} and {changed} was changed after the check"], are_logged=True)
         self.step_begins()
         self._is_flushed = self.flush()
 
@@ -395,6 +420,14 @@ class CheckpointManager:
             log.info("an earlier run ended before its first checkpoint was complete")
             self._start_over(previous.gate)
 
+    def _changed_since_check(self) -> str | None:
+        """Return the name of a tensor that is not what the check has seen; None if all are."""
+        try:
+            before, now = self._checked, _Signed(self._state())
+            return "something that could not be read" if before is None else before.difference(now)
+        except (ValueError, RuntimeError) as error:
+            return f"something that cannot be read ({describe_error(error)})"
+
     def _is_captured(self) -> bool:
         """Whether the awaited generation is sealed on this rank."""
         capture, seconds = self._capture, self._config.timeout_seconds
@@ -423,6 +456,9 @@ class CheckpointManager:
         """Record loader positions and random state now, and capture the rest when the next step begins."""
         self._awaited, self._capture, self._due = generation, None, None  # also if noting fails
         noted = training_state.note(self._state())
+        self._checked = None
+        with suppress(ValueError, RuntimeError):  # then nothing is captured unless another step begins
+            self._checked = _Signed(self._state())
         role = TrustLevel.CANDIDATE if effects.persist == generation else TrustLevel.LATEST
         role = TrustLevel.VERIFIED if self._gate.recipes is None else role
 
