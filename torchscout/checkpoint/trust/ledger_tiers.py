@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from torchscout.checkpoint.replication.replicator import Replicator
-from torchscout.checkpoint.snapshot.snapshots import Snapshots
+from torchscout.checkpoint.snapshot import Snapshots
 from torchscout.checkpoint.storage import retention
 from torchscout.checkpoint.storage.inventory import Member, Tier
 from torchscout.checkpoint.storage.shard_files import ShardFile, shard_files
