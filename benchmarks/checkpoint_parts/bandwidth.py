@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from checkpoint_parts.job import CUDA, Figures, Job, identity, in_memory, ms, not_measured
-from torchscout.checkpoint.snapshot.snapshots import Snapshots
+from torchscout.checkpoint.snapshot import Snapshots
 from torchscout.checkpoint.state.training_state import State
 from torchscout.checkpoint.trust.generation import TrustLevel
 
@@ -28,6 +28,7 @@ def bandwidth(megabytes: int) -> Figures:
     ours, theirs = [], []
     with in_memory() as folder:
         snapshots = Snapshots(folder, 0)
+        snapshots.prepare(state.bytes, state.tensors.values())
         for step in range(1, 1 + ROUNDS + WARM):
             theirs.append(_plain_copy(state, room))
             ours.append(_captured(state, snapshots, step))
@@ -53,6 +54,7 @@ def _plain_copy(state: State, room: list[torch.Tensor]) -> float:
 
 def _captured(state: State, snapshots: Snapshots, step: int) -> tuple[float, float]:
     """From the call until it returns, and until the next update could begin: then all has arrived."""
+    assert snapshots.wait_until_ready(60.0)
     torch.cuda.synchronize()
     start = time.perf_counter()
     capture = snapshots.capture(identity(step), TrustLevel.LATEST, state)

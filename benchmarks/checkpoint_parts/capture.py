@@ -13,10 +13,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from checkpoint_parts.job import CUDA, Figures, Job, alone, identity, in_memory, made, ms, synchronize
-from torchscout.checkpoint.snapshot.snapshots import Snapshots
+from torchscout.checkpoint.snapshot import Snapshots
 from torchscout.checkpoint.trust.generation import TrustLevel
 
 ROUNDS, WARM = 9, 3
+_SECONDS = 60.0
 
 
 class Contender:
@@ -43,6 +44,9 @@ class Scout(Contender):
     def __init__(self, job: Job, folder: Path) -> None:
         super().__init__(job, folder)
         self.snapshots = Snapshots(folder, 0)
+        state = job.state()
+        # Two slots of each parameter are expected, as when a job attaches.
+        self.snapshots.prepare(3 * state.bytes, state.tensors.values())
 
     def begin(self) -> None:
         self.count += 1
@@ -53,6 +57,7 @@ class Scout(Contender):
 
     def finish(self) -> None:
         assert self.capture.wait(), self.capture.problem
+        assert self.snapshots.wait_until_ready(_SECONDS)
 
     def close(self) -> None:
         self.snapshots.close()

@@ -25,7 +25,8 @@ from typing import Any, NamedTuple
 import torch
 
 from checkpoint_parts.job import Figures, Job, identity, in_memory, made, ms, not_measured, synchronize
-from torchscout.checkpoint.snapshot.snapshots import Snapshots
+from torchscout.checkpoint.snapshot import Snapshots
+from torchscout.checkpoint.storage import shards
 from torchscout.checkpoint.trust.generation import TrustLevel
 
 ROUNDS, WARM = 5, 1
@@ -43,6 +44,7 @@ def replicate(megabytes: int) -> Figures:
     job.step()
     with in_memory() as folder, _ends(folder) as (replicator, plain, holder):
         snapshots = Snapshots(made(folder / "owner"), 0, copies=2)
+        snapshots.prepare(job.state().bytes, job.state().tensors.values())
         ends = Ends(replicator, plain, (replicator.pid, holder))
         rounds = [_one_round(job, snapshots, ends, number) for number in range(ROUNDS + WARM)]
         problems = replicator.problems()
@@ -69,14 +71,15 @@ def _one_round(job: Job, snapshots: Snapshots, ends: Ends, number: int) -> dict[
     first, second = identity(2 * number + 1), identity(2 * number + 2)
     found: dict[str, Any] = {}
     for name, each in (("alone", first), ("beside training", second)):
+        assert snapshots.wait_until_ready(60.0)
         capture = snapshots.capture(each, TrustLevel.LATEST, job.state())
         snapshots.fence()
         assert capture.wait(), capture.problem
         with snapshots.held(each.generation) as path:
             assert path is not None
-            found["bytes"] = path.stat().st_size
+            found["bytes"] = size = shards.inspect(path).size
             if name == "alone":
-                found["plain"] = _timed(lambda path=path: _sent_plainly(path, ends.plain))
+                found["plain"] = _timed(lambda path=path, size=size: _sent_plainly(path, size, ends.plain))
                 found["steps"] = [_paced_step(job, replicator) for _ in range(STEPS)]
                 with _busy(2):
                     found["steps beside others"] = [_timed(lambda: _step(job)) for _ in range(STEPS)]
@@ -136,10 +139,10 @@ def _timed(work: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def _sent_plainly(path: Path, address: tuple[str, int]) -> None:
+def _sent_plainly(path: Path, size: int, address: tuple[str, int]) -> None:
     with socket.create_connection(address) as connection, path.open("rb") as file:
-        connection.sendall(path.stat().st_size.to_bytes(8, "little"))
-        connection.sendfile(file)
+        connection.sendall(size.to_bytes(8, "little"))
+        connection.sendfile(file, count=size)
         assert connection.recv(1) == b"!"
 
 

@@ -22,7 +22,7 @@ import torch.distributed.checkpoint as dcp
 from checkpoint_parts.job import MEMBER, Figures, Job, alone, identity, in_memory, made, ms, synchronize
 from torchscout.checkpoint.resume.fetch import fetch
 from torchscout.checkpoint.resume.transfer import Links
-from torchscout.checkpoint.snapshot.snapshots import Snapshots
+from torchscout.checkpoint.snapshot import Snapshots
 from torchscout.checkpoint.state.restore import restore as restore_state
 from torchscout.checkpoint.state.training_state import StateParts
 from torchscout.checkpoint.storage import shards
@@ -60,8 +60,10 @@ def restore(megabytes: int) -> Figures:
 
 def _keep(job: Job, folder: Path) -> None:
     """The same state, three times."""
-    snapshots = Snapshots(folder, 0, copies=2)
-    capture = snapshots.capture(identity(1), TrustLevel.VERIFIED, job.state())
+    snapshots, state = Snapshots(folder, 0, copies=2), job.state()
+    snapshots.prepare(state.bytes, state.tensors.values())
+    assert snapshots.wait_until_ready(60.0)
+    capture = snapshots.capture(identity(1), TrustLevel.VERIFIED, state)
     snapshots.fence()
     assert capture.wait(), capture.problem
     snapshots.close()

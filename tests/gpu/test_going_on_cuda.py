@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from torchscout.checkpoint.snapshot.snapshots import Snapshots
+from torchscout.checkpoint.snapshot import Capture, Snapshots
 from torchscout.checkpoint.state.restore import restore
 from torchscout.checkpoint.state.training_state import StateParts, collect
 from torchscout.checkpoint.storage import shards
@@ -40,6 +40,16 @@ def identity(number: int) -> ShardIdentity:
     return ShardIdentity(job="gpu", mesh="one rank", world_size=1, rank=0, generation=Generation(number))
 
 
+def begun(
+    snapshots: Snapshots, number: int, role: TrustLevel, model: nn.Module, optimizer: torch.optim.Optimizer
+) -> Capture:
+    """Begin a capture when there is memory for it."""
+    state = collect(StateParts(model, [optimizer], {}))
+    snapshots.prepare(state.bytes, state.tensors.values())
+    assert snapshots.wait_until_ready(60)
+    return snapshots.capture(identity(number), role, state)
+
+
 def bits(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     slots = [slot for slots in optimizer.state.values() for slot in slots.values()]
     rng = [torch.get_rng_state(), torch.cuda.get_rng_state()]
@@ -53,9 +63,7 @@ def test_training_goes_on_while_the_device_is_copied_and_changes_nothing(tmp_pat
     for number in range(1, 7):
         step(model, optimizer, snapshots)
         wanted[number] = bits(model, optimizer)
-        capture = snapshots.capture(
-            identity(number), TrustLevel.LATEST, collect(StateParts(model, [optimizer], {}))
-        )
+        capture = begun(snapshots, number, TrustLevel.LATEST, model, optimizer)
         assert capture.problem is None
     step(model, optimizer, snapshots)  # right after the last fence
     assert capture.wait(60), capture.problem
@@ -76,9 +84,7 @@ def test_resuming_from_a_snapshot_is_bitwise_the_uninterrupted_training(tmp_path
     try:
         for _ in range(3):
             step(model, optimizer)
-        capture = snapshots.capture(
-            identity(3), TrustLevel.VERIFIED, collect(StateParts(model, [optimizer], {}))
-        )
+        capture = begun(snapshots, 3, TrustLevel.VERIFIED, model, optimizer)
         for _ in range(3):
             step(model, optimizer, snapshots)
         assert capture.wait(60), capture.problem

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from tests.support.states import identity
-from torchscout.checkpoint.snapshot.device_copy import Copies, Pinning, TensorCopy
-from torchscout.checkpoint.snapshot.snapshots import Snapshots
+from torchscout.checkpoint.buffers import Buffer
+from torchscout.checkpoint.snapshot import Capture, Snapshots
 from torchscout.checkpoint.state.restore import restore
-from torchscout.checkpoint.state.training_state import StateParts, collect
+from torchscout.checkpoint.state.training_state import State, StateParts, collect
 from torchscout.checkpoint.storage import shards
 from torchscout.checkpoint.trust.generation import TrustLevel
 
@@ -51,6 +51,13 @@ def bits(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[bytes]:
     return [each.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes() for each in tensors]
 
 
+def begun(snapshots: Snapshots, step: int, state: State, *, pinned: bool = True) -> Capture:
+    """Begin a capture when there is memory for it, which is pinned before the first one or not."""
+    snapshots.prepare(state.bytes, state.tensors.values() if pinned else ())
+    assert snapshots.wait_until_ready(60)
+    return snapshots.capture(identity(step), TrustLevel.LATEST, state)
+
+
 @pytest.mark.parametrize("capturable", [False, True])
 def test_an_interrupted_job_is_bitwise_the_uninterrupted_one(folder: Path, capturable: bool):
     torch.manual_seed(0)
@@ -58,7 +65,7 @@ def test_an_interrupted_job_is_bitwise_the_uninterrupted_one(folder: Path, captu
     snapshots = Snapshots(folder, 0)
     optimizer.register_step_pre_hook(lambda *_: snapshots.fence())
     train(model, optimizer, range(3))
-    capture = snapshots.capture(identity(3), TrustLevel.LATEST, collect(StateParts(model, [optimizer], {})))
+    capture = begun(snapshots, 3, collect(StateParts(model, [optimizer], {})))
     train(model, optimizer, range(3, 6))
     assert capture.wait(60), capture.problem
     assert shards.verify(capture.path).whole
@@ -73,16 +80,23 @@ def test_an_interrupted_job_is_bitwise_the_uninterrupted_one(folder: Path, captu
     snapshots.close()
 
 
-def test_device_work_after_the_fence_does_not_change_the_snapshot(folder: Path):
-    """The device waits, not the host."""
-    big = nn.ParameterList(nn.Parameter(torch.zeros(64 << 20, device="cuda")) for _ in range(4))
-    big.register_buffer("seen", torch.zeros(1 << 20, device="cuda"))
+@pytest.fixture
+def big() -> nn.Module:
+    """A gigabyte: the host is far ahead while it is copied."""
+    module = nn.ParameterList(nn.Parameter(torch.zeros(64 << 20, device="cuda")) for _ in range(4))
+    module.register_buffer("seen", torch.zeros(1 << 20, device="cuda"))
+    return module
+
+
+@pytest.mark.parametrize("pinned", [True, False])
+def test_device_work_after_the_fence_does_not_change_the_snapshot(folder: Path, big: nn.Module, pinned: bool):
+    """With pinned memory the device waits, and otherwise the host."""
     snapshots = Snapshots(folder, 0)
     for step in range(1, 6):
         with torch.no_grad():
             for tensor in [*big.parameters(), *big.buffers()]:
                 tensor.fill_(float(step))
-        capture = snapshots.capture(identity(step), TrustLevel.LATEST, collect(StateParts(big, [], {})))
+        capture = begun(snapshots, step, collect(StateParts(big, [], {})), pinned=pinned)
         big.seen.fill_(-1)
         snapshots.fence()
         with torch.no_grad():
@@ -95,8 +109,43 @@ def test_device_work_after_the_fence_does_not_change_the_snapshot(folder: Path):
     snapshots.close()
 
 
+def test_the_host_waits_for_no_copy(folder: Path, big: nn.Module):
+    """The device is busy for longer than the host takes to capture, to fence and to issue an update."""
+    snapshots = Snapshots(folder, 0)
+    state = collect(StateParts(big, [], {}))
+    for step in range(1, 4):  # kernels are compiled, and each buffer is used once
+        begun(snapshots, step, state)
+        snapshots.fence()
+        assert snapshots.wait_until_ready(60)
+    torch.cuda._sleep(4_000_000_000)
+    capture = snapshots.capture(identity(4), TrustLevel.LATEST, state)
+    snapshots.fence()
+    with torch.no_grad():
+        big[0].add_(1)
+    issued = torch.cuda.Event()
+    issued.record()
+    assert not issued.query(), "the device has not come so far"
+    assert capture.wait(60), capture.problem
+    assert not shards.load(capture.path).tree["parameters"]["0"].any()
+    snapshots.close()
+
+
 @pytest.mark.parametrize("pinned", [True, False])
-def test_copies_arrive_with_and_without_pinned_memory(pinned: bool):
+@pytest.mark.parametrize("ends", ["with an update", "without an update"])
+def test_a_write_that_is_queued_before_the_update_is_found(
+    folder: Path, big: nn.Module, pinned: bool, ends: str
+):
+    snapshots = Snapshots(folder, 0)
+    capture = begun(snapshots, 1, collect(StateParts(big, [], {})), pinned=pinned)
+    big[3].data[-1] = 1.0
+    (snapshots.fence if ends == "with an update" else snapshots.settle)()
+    assert not capture.wait(60)
+    assert capture.problem == "parameters/3 was changed while it was captured, and not by an update"
+    snapshots.close()
+
+
+@pytest.mark.parametrize("pinned", [True, False])
+def test_tensors_of_every_kind_arrive(folder: Path, pinned: bool):
     sources = [
         torch.randn(3000, 5000, device="cuda"),
         torch.randn(70, 50, device="cuda").T,
@@ -105,27 +154,39 @@ def test_copies_arrive_with_and_without_pinned_memory(pinned: bool):
         torch.randn(9),
         torch.randn(12 << 20, device="cuda"),
     ]
-    room = torch.empty(256 << 20, dtype=torch.uint8)
-    pinning = Pinning(room) if pinned else None
-    assert pinning is None or pinning.done
-    wanted = [
-        TensorCopy(each, room, index * (64 << 20))
-        for index, each in enumerate((sources[0], sources[5], sources[4]))
-    ]
-    wanted += [TensorCopy(each, room, (192 << 20) + index * 65536) for index, each in enumerate(sources[1:4])]
-    copies = Copies(sources)
-    copies.issue(wanted, pinned)
-    copies.fence()
-    copies.wait()
-    assert all(torch.equal(each.source.cpu(), each.place) for each in wanted)
-    if pinning is not None:
-        pinning.undo()
+    state = State(None, {f"parameters/{index}": each for index, each in enumerate(sources)}, {})
+    snapshots = Snapshots(folder, 0)
+    capture = begun(snapshots, 1, state, pinned=pinned)
+    snapshots.fence()
+    assert capture.wait(60), capture.problem
+    entries = {each.name: each for each in shards.inspect(capture.path).entries}
+    for name, each in state.live.items():
+        assert torch.equal(shards.read_tensor(capture.path, entries[name]), each.cpu())
+    snapshots.close()
 
 
-def test_memory_that_cannot_be_pinned_is_used_unpinned():
-    place = torch.empty(1 << 20, dtype=torch.uint8)
-    first = Pinning(place)
-    again = Pinning(place)
-    assert (first.done, again.done) == (True, False)
+def test_a_state_that_grows_within_the_head_room_is_not_pinned_again(folder: Path):
+    """Memory is pinned where it is mapped, and unpinned when it is unmapped."""
+    snapshots, addresses = Snapshots(folder, 0), []
+    for step in range(1, 9):
+        state = State(None, {"parameters/0": torch.zeros((16 << 20) + step * 1000, device="cuda")}, {})
+        capture = begun(snapshots, step, state)
+        snapshots.fence()
+        assert capture.wait(60), capture.problem
+        lines = Path("/proc/self/maps").read_text().splitlines()
+        addresses.append([line.split()[0] for line in lines if str(capture.path) in line])
+    assert addresses[3:6] == addresses[:3]
+    snapshots.close()
+
+
+def test_memory_that_cannot_be_pinned_is_used_unpinned(folder: Path):
+    device = torch.device("cuda", torch.cuda.current_device())
+    first, again = Buffer.create(folder / ".a.writing"), Buffer.create(folder / ".b.writing")
+    first.prepare(1 << 20, None, device)
+    again.prepare(1 << 20, None, None)
+    again.memory = first.memory  # registered already
+    again.prepare(1 << 20, None, device)
+    assert (first.is_pinned, again.is_pinned) == (True, False)
     torch.ones(5, device="cuda").sum().item()  # the refusal does not come back as this one's failure
-    first.undo()
+    first.close()
+    again.close()

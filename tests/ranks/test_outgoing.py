@@ -16,7 +16,7 @@ from tests.support.replica_ranks import Rank, Wire, identity, seal
 from tests.support.small_job import until
 from torchscout.checkpoint.background_writer import BackgroundWriter
 from torchscout.checkpoint.replication.replicator import Replicator
-from torchscout.checkpoint.snapshot.snapshots import Capture, Snapshots
+from torchscout.checkpoint.snapshot import Capture, Snapshots
 from torchscout.checkpoint.state.training_state import StateParts, collect
 from torchscout.checkpoint.storage import shards
 from torchscout.checkpoint.storage.inventory import Member
@@ -54,9 +54,10 @@ class Side:
         return made
 
     def captured(self, step: int) -> Capture:
-        capture = self.snapshots.capture(
-            identity(0, step), TrustLevel.LATEST, collect(StateParts(self.model, [], {}))
-        )
+        state = collect(StateParts(self.model, [], {}))
+        self.snapshots.prepare(state.bytes)
+        assert self.snapshots.wait_until_ready(30)
+        capture = self.snapshots.capture(identity(0, step), TrustLevel.LATEST, state)
         self.snapshots.fence()
         assert capture.wait(30), capture.problem
         return capture

@@ -127,7 +127,6 @@ def test_a_single_host_copies_nothing_without_an_error(tmp_path: Path):
     with ranks(tmp_path, TOKEN, "aa") as (first, _):
         first.ask("send", str(seal(first.memory, 0, 1)))
         first.ask("retire", [[1, 0]])
-        until(lambda: files(first.memory) == [], "it is retired")
         assert first.held() == []
         assert first.ask("problems") == []
 
@@ -214,16 +213,16 @@ def test_a_peer_without_the_token_is_refused(tmp_path: Path):
         copied(owner, 1)
 
 
-def test_retired_shards_are_deleted_here_and_at_the_holder(tmp_path: Path):
+def test_retired_copies_are_deleted_at_the_holder(tmp_path: Path):
+    """Each rank's own snapshots stay: their memory is used again."""
     with ranks(tmp_path, TOKEN, "ab") as (owner, holder):
         for step in (1, 2):
             copied(owner, step)
         seal(holder.memory, 1, 1)
         owner.ask("retire", [[1, 0]])
         until(lambda: len(files(holder.memory)) == 2, "its copy is gone, and what is the holder's own stays")
-        until(lambda: len(list(owner.memory.iterdir())) == 1, "its own shard is gone, with the folder")
         assert owner.held() == [2]
-        assert files(owner.memory) == ["rank-0-of-2.held-by-0.shard"]
+        assert files(owner.memory) == ["rank-0-of-2.held-by-0.shard"] * 2
 
 
 def test_a_holder_that_was_away_deletes_retired_shards_later(tmp_path: Path):
@@ -231,7 +230,6 @@ def test_a_holder_that_was_away_deletes_retired_shards_later(tmp_path: Path):
         copied(owner, 1)
         holder.signal(signal.SIGSTOP)
         owner.ask("retire", [[1, 0]])
-        until(lambda: files(owner.memory) == [], "it is gone here")
         until_it_says(owner, "does not answer")
         holder.signal(signal.SIGKILL)
         assert files(holder.memory) != []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -107,11 +108,12 @@ def mounted(folder: Path, size: str, script: str, *arguments: str) -> str:
 
 @pytest.mark.slow
 def test_a_full_memory_file_system_is_a_problem_and_training_goes_on(tmp_path: Path):
-    """There is room for two snapshots; the third never appears, and the two that do stay."""
-    said = mounted(tmp_path, "5m", '"$@"; find "$0" -type f', *LOOP, str(tmp_path), "1", "5", str(WIDTH))
+    """There is room for two snapshots with head room; the third never appears, and the two that do stay."""
+    said = mounted(tmp_path, "8m", '"$@"; find "$0" -type f', *LOOP, str(tmp_path), "1", "5", str(WIDTH))
     lines = said.splitlines()
     assert lines[:3] == ["ready 0", "sealed 1", "sealed 2"]
-    assert lines[3:6] == ["problem OSError: [Errno 28] No space left on device"] * 3
+    for line in lines[3:6]:
+        assert re.fullmatch(r"problem no memory for \d+ bytes is ready: .*No space left on device", line)
     assert lines[6] == "done"
     assert len(lines[7:]) == 2
     assert all(line.endswith("held-by-0.shard") for line in lines[7:])

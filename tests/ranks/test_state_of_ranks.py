@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tests.support.ranks import run_ranks
 from tests.support.replayed_job import Net, batch, loss_of
 from tests.support.states import Job, all_bits, identity, interrupted, streams, through_bytes
-from torchscout.checkpoint.snapshot.snapshots import Capture, Snapshots
+from torchscout.checkpoint.snapshot import Capture, Snapshots
 from torchscout.checkpoint.storage import shards
 from torchscout.checkpoint.trust.generation import TrustLevel
 from torchscout.errors import CheckpointError
@@ -188,6 +188,7 @@ def captured_while_training(
     torch.manual_seed(0)
     job = make(kind, shape)
     snapshots = Snapshots(folder, rank)
+    snapshots.prepare(job.collect().bytes)
     for optimizer in job.optimizers:
         optimizer.register_step_pre_hook(lambda *_: snapshots.fence())
     outcomes = []
@@ -197,6 +198,7 @@ def captured_while_training(
         if kept is not None:  # it was copied during this step
             outcomes.append(_outcome(*kept, make(kind, shape)))
         name = identity(number, rank=rank, world_size=dist.get_world_size())
+        assert snapshots.wait_until_ready(30)
         kept = snapshots.capture(name, TrustLevel.LATEST, job.collect()), all_bits(job)
     snapshots.close()
     assert shards.clean(folder) == []

@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 from tests.support.states import identity
-from torchscout.checkpoint.snapshot.snapshots import Snapshots
+from torchscout.checkpoint.snapshot import Snapshots
 from torchscout.checkpoint.state.training_state import StateParts, collect
+from torchscout.checkpoint.storage import shards
 from torchscout.checkpoint.trust.generation import TrustLevel
 
 
@@ -35,7 +36,9 @@ def train(folder: Path, first: int, count: int, width: int, say: Callable[..., N
     torch.set_num_threads(1)
     model = nn.Linear(width, width)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
+    shards.clean(folder)
     snapshots = Snapshots(folder, 0)
+    snapshots.prepare(2 * sum(each.nbytes for each in model.parameters()))
     optimizer.register_step_pre_hook(lambda *_: snapshots.fence())
     previous = None
     say("ready", snapshots.sealed[-1].step if snapshots.sealed else 0)
@@ -50,10 +53,12 @@ def train(folder: Path, first: int, count: int, width: int, say: Callable[..., N
             say("sealed", previous.identity.generation.step)
         elif previous is not None:
             say("problem", previous.problem)
+        snapshots.wait_until_ready(60)
         previous = snapshots.capture(
             identity(step), TrustLevel.LATEST, collect(StateParts(model, [optimizer], {}))
         )
     assert previous is not None
+    snapshots.settle()
     say(*(("sealed", step) if previous.wait(60) else ("problem", previous.problem)))
     snapshots.close()
     say("done")

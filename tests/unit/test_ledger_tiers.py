@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.replica_ranks import seal
-from torchscout.checkpoint.snapshot.snapshots import Snapshots
+from torchscout.checkpoint.snapshot import Snapshots
 from torchscout.checkpoint.storage.inventory import Member, Tier
 from torchscout.checkpoint.trust import ledger
 from torchscout.checkpoint.trust.gate import CheckpointGate, transition

@@ -59,7 +59,7 @@ FULL: dict[str, Any] = {
         "capturing": None,
         "durable": [40, 60],
         "poisoned": None,
-        "captures": TOTALS,
+        "captures": {**TOTALS, "skipped": 0},
         "copies": TOTALS,
         "problems": 0,
     },

@@ -103,16 +103,24 @@ def test_tensors_of_every_layout_come_back():
         assert torch.equal(found, tensor.detach())
 
 
-def test_every_flipped_bit_every_truncation_and_every_addition_is_seen():
+def test_every_flipped_bit_and_every_truncation_is_seen():
     whole = shard_of(document="x")
     decode(whole)
     flipped = (bytes([whole[each // 8] ^ 1 << each % 8]) for each in range(len(whole) * 8))
     changed = [whole[: each // 8] + byte + whole[each // 8 + 1 :] for each, byte in enumerate(flipped)]
     changed += [whole[:size] for size in range(len(whole))]
-    changed += [whole + more for more in (b"\0", bytes(64), whole)]
     for each in changed:
         with pytest.raises(DamagedError):
             decode(each)
+
+
+@pytest.mark.parametrize("more", [1, 64, 1 << 20])
+def test_a_file_may_be_longer_than_its_shard(more: int):
+    """Snapshots in memory have head room, and an older one may have left anything there."""
+    whole = shard_of()
+    header, tensors = decode(whole + b"\xff" * more)
+    assert header.size == len(whole)
+    assert tensors == decode(whole)[1]
 
 
 def test_a_damaged_tensor_is_named():
@@ -160,7 +168,6 @@ HOSTILE: dict[str, Callable[[dict[str, Any]], Any]] = {
     "a name that is none": row(0, name=5),
     "the same name twice": row(2, name="weight"),
     "an unknown field": row(0, extra=1),
-    "fewer tensors": lambda header: {**header, "tensors": header["tensors"][:1]},
     "a missing field": lambda header: {**header, "tensors": [{"name": "weight"}]},
     "tensors of another kind": lambda header: {**header, "tensors": {}},
     "a row of another kind": lambda header: {**header, "tensors": [5]},

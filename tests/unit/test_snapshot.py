@@ -1,9 +1,9 @@
-"""Snapshots in memory: complete under their names, unchanged by later training, and never in its way."""
+"""Snapshots in memory: complete under their names, of one state, and never in the way of training."""
 
 from __future__ import annotations
 
 import fcntl
-import os
+import re
 import stat
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
@@ -14,14 +14,13 @@ import pytest
 import torch
 from torch import nn
 
-from tests.support.small_job import until
 from tests.support.states import Job, all_bits, identity, seed
-from torchscout.checkpoint.snapshot.snapshots import Capture, Snapshots
-from torchscout.checkpoint.state.training_state import State, StateParts, collect
+from torchscout.checkpoint.snapshot import Capture, Snapshots
+from torchscout.checkpoint.state.training_state import SCOUT_PREFIX, State, StateParts, collect
 from torchscout.checkpoint.storage import shards
-from torchscout.checkpoint.storage.memory import check_budget, memory_folder
 from torchscout.checkpoint.trust.generation import Generation, TrustLevel
-from torchscout.errors import CheckpointError
+
+MIB = 1 << 20
 
 
 @pytest.fixture
@@ -41,42 +40,62 @@ def job(width: int = 8) -> Job:
     return Job(model, [torch.optim.AdamW(model.parameters(), amsgrad=True)])
 
 
-def taken(snapshots: Snapshots, step: int, ours: Job) -> Capture:
-    return snapshots.capture(identity(step), TrustLevel.LATEST, ours.collect())
+def begun(snapshots: Snapshots, step: int, state: State) -> Capture:
+    """Begin a capture when there is memory for it."""
+    snapshots.prepare(state.bytes)
+    assert snapshots.wait_until_ready(30)
+    return snapshots.capture(identity(step), TrustLevel.LATEST, state)
 
 
-def sealed(snapshots: Snapshots, *steps: int, ours: Job | None = None) -> list[Capture]:
-    """Capture these steps one after the other."""
-    captures = []
-    for step in steps:
-        captures.append(taken(snapshots, step, ours or job()))
-        assert captures[-1].wait(30), captures[-1].problem
-    return captures
+def taken(snapshots: Snapshots, step: int, state: State) -> Capture:
+    """Capture between two updates."""
+    capture = begun(snapshots, step, state)
+    snapshots.fence()
+    assert capture.wait(30), capture.problem
+    return capture
+
+
+def sealed(snapshots: Snapshots, *steps: int) -> list[Capture]:
+    return [taken(snapshots, step, job().collect()) for step in steps]
 
 
 def kept(snapshots: Snapshots) -> list[int]:
     return [each.step for each in snapshots.sealed]
 
 
-def files(folder: Path) -> list[str]:
-    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+def inodes(folder: Path) -> set[int]:
+    return {path.stat().st_ino for path in folder.rglob("*") if path.is_file()}
 
 
-def temporary(folder: Path) -> list[Path]:
-    return [*folder.rglob("*.writing")]
+def mappings(folder: Path) -> set[str]:
+    """The addresses at which files of this folder are mapped, with their inodes."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return {f"{each.split()[0]} {each.split()[4]}" for each in lines if str(folder) in each}
+
+
+def of_tensors(**tensors: torch.Tensor) -> State:
+    """State that a user has registered, and that may change at any time."""
+    holder = SimpleNamespace(state_dict=lambda: tensors, load_state_dict=tensors.update)
+    return collect(StateParts(nn.Module(), [], {"holder": holder}))
+
+
+def with_saved_inputs(model: nn.Module, *inputs: torch.Tensor) -> State:
+    holder = SimpleNamespace(state_dict=lambda: [*inputs], load_state_dict=None)
+    return collect(StateParts(model, [], {f"{SCOUT_PREFIX}keepsakes": holder}))
+
+
+# What is captured.
 
 
 def test_a_snapshot_is_a_valid_shard(snapshots: Snapshots, folder: Path):
     ours = job()
     ours.train(range(2))
-    capture = taken(snapshots, 2, ours)
-    snapshots.fence()
-    assert capture.wait(30)
-    assert capture.problem is None
+    capture = taken(snapshots, 2, ours.collect())
     assert capture.path == shards.path_of(folder, identity(2), holder=0)
     assert shards.verify(capture.path).whole
     header = shards.inspect(capture.path)
     assert (header.identity, header.role) == (identity(2), TrustLevel.LATEST)
+    assert {each.name: each.digest for each in header.entries} == capture.digests
     assert stat.S_IMODE(capture.path.stat().st_mode) == 0o400
     bits = all_bits(ours)
     seed(7)
@@ -85,18 +104,19 @@ def test_a_snapshot_is_a_valid_shard(snapshots: Snapshots, folder: Path):
     assert all_bits(other) == bits
 
 
-def test_later_training_does_not_change_a_snapshot(snapshots: Snapshots):
-    """Buffers at once, parameters and slots right after the fence; the sealing is still under way then."""
-    ours = job(width=512)
+@pytest.mark.parametrize("width", [8, 30_000], ids=["on the training thread", "in the background"])
+def test_later_training_does_not_change_a_snapshot(snapshots: Snapshots, width: int):
+    """Buffers change at once, parameters and slots right after the fence, while it is being sealed."""
+    ours = job(width)
     ours.train(range(1))
-    for step in range(1, 9):
+    for step in range(1, 6):
         bits = all_bits(ours)
-        capture = taken(snapshots, step, ours)
+        capture = begun(snapshots, step, ours.collect())
         with torch.no_grad():
             for buffer in ours.model.buffers():
                 buffer.fill_(-1)
-            torch.manual_seed(step)
-            ours.optimizers[0].param_groups[0]["lr"] = 0.5
+        torch.manual_seed(step)
+        ours.optimizers[0].param_groups[0]["lr"] = 0.5
         snapshots.fence()
         with torch.no_grad():
             slots = [slot for slots in ours.optimizers[0].state.values() for slot in slots.values()]
@@ -104,286 +124,10 @@ def test_later_training_does_not_change_a_snapshot(snapshots: Snapshots):
                 tensor.fill_(float(step))
         assert capture.wait(30), capture.problem
         assert shards.verify(capture.path).whole
-        found = job(width=512)
+        found = job(width)
         found.restore(shards.load(capture.path).tree)
         assert all_bits(found) == bits
         ours.train(range(step, step + 1))
-
-
-def test_a_change_that_no_fence_announced_is_seen(snapshots: Snapshots):
-    """A user's own write to a parameter: the snapshot would be neither the old state nor the new one."""
-    module = nn.ParameterDict({str(index): nn.Parameter(torch.zeros(1 << 20)) for index in range(64)})
-    state = collect(StateParts(module, [], {}))
-    for _ in range(50):  # until the write comes before the end of the copy
-        capture = snapshots.capture(identity(1), TrustLevel.LATEST, state)
-        with torch.no_grad():
-            module["63"].add_(1)
-        snapshots.fence()
-        if not capture.wait(30):
-            break
-        snapshots.retire(Generation(1))
-    assert capture.problem == "parameters/63 was changed while it was copied, and not by an update"
-    assert not capture.path.exists()
-    assert taken(snapshots, 2, job()).wait(30), "the next one is not affected"
-
-
-def test_two_whole_snapshots_are_there_while_the_third_is_written(snapshots: Snapshots, folder: Path):
-    ours = job()
-    for step in range(1, 12):
-        capture = taken(snapshots, step, ours)
-        snapshots.fence()
-        assert capture.wait(30)
-        expected = [Generation(each) for each in range(max(1, step - 2), step + 1)]
-        assert snapshots.sealed == expected
-        assert all(shards.verify(shards.path_of(folder, identity(each.step), 0)).whole for each in expected)
-    assert len(files(folder)) == 3
-    assert not temporary(folder)
-    assert len([*folder.iterdir()]) == 3, "no empty folders are left"
-
-
-def test_memory_is_reused(snapshots: Snapshots, folder: Path):
-    ours, inodes = job(), []
-    for step in range(1, 8):
-        ours.optimizers[0].param_groups[0]["lr"] = 10.0**-step / 3  # the header has another length each time
-        capture = taken(snapshots, step, ours)
-        snapshots.fence()
-        assert capture.wait(30)
-        inodes.append((capture.path.stat().st_ino, capture.path.stat().st_size))
-    assert inodes[3:6] == inodes[:3]
-    assert len(set(inodes)) == 3
-
-
-def test_another_size_needs_other_memory_and_gets_it(snapshots: Snapshots):
-    for step, width in enumerate((8, 800, 16, 4, 1200, 8), start=1):
-        ours = job(width)
-        bits = all_bits(ours)
-        capture = taken(snapshots, step, ours)
-        snapshots.fence()
-        assert capture.wait(30), capture.problem
-        other = job(width)
-        other.restore(shards.load(capture.path).tree)
-        assert all_bits(other) == bits
-
-
-def test_captures_that_come_faster_than_sealing_wait_for_it(snapshots: Snapshots):
-    ours = job(2048)
-    captures = [taken(snapshots, step, ours) for step in range(1, 6)]
-    snapshots.fence()
-    assert all(each.wait(30) for each in captures)
-    assert snapshots.sealed == [Generation(3), Generation(4), Generation(5)]
-
-
-def test_a_snapshot_that_is_read_is_not_reused(snapshots: Snapshots):
-    sealed(snapshots, 1, 2, 3)
-    with snapshots.held(Generation(1)) as path, snapshots.held(Generation(1)):
-        assert path is not None
-        before = path.read_bytes()
-        sealed(snapshots, 4, 5, 6)
-        assert path.read_bytes() == before
-        assert kept(snapshots) == [1, 5, 6]
-        with snapshots.held(Generation(5)), snapshots.held(Generation(6)):
-            capture = taken(snapshots, 7, job())
-            assert not capture.wait(30)
-            assert "3 snapshots" in str(capture.problem)
-    with snapshots.held(Generation(99)) as path:
-        assert path is None
-    sealed(snapshots, 8)
-    assert kept(snapshots) == [5, 6, 8]
-
-
-def test_a_snapshot_that_is_retired_while_it_is_read_can_be_read_to_its_end(snapshots: Snapshots):
-    sealed(snapshots, 1)
-    with snapshots.held(Generation(1)) as path:
-        assert path is not None
-        before = path.read_bytes()
-        with path.open("rb") as file:
-            snapshots.retire(Generation(1))
-            sealed(snapshots, *range(2, 8))
-            assert file.read() == before
-    assert not path.exists()
-
-
-def test_a_retired_snapshot_is_gone_and_is_the_next_to_be_filled(snapshots: Snapshots):
-    *_, last = sealed(snapshots, 1, 2, 3)
-    snapshots.retire(Generation(3))
-    assert not last.path.exists()
-    sealed(snapshots, 4)
-    assert kept(snapshots) == [1, 2, 4]
-
-
-def test_a_snapshot_that_somebody_removed_does_no_harm(snapshots: Snapshots):
-    for capture in sealed(snapshots, 1, 2, 3):
-        capture.path.unlink(missing_ok=True)
-    sealed(snapshots, 4, 5, 6, 7)
-    assert kept(snapshots) == [5, 6, 7]
-
-
-def test_a_restarted_job_reuses_the_files_although_a_child_of_the_last_one_has_them_open(folder: Path):
-    """A loader's worker has its parent's open files, and with them the locks."""
-    with closing(Snapshots(folder, 0)) as first:
-        sealed(first, 1, 2, 3)
-    with closing(Snapshots(folder, 0)) as second:
-        inodes = {path.stat().st_ino for path in folder.rglob("*.shard")}
-        assert kept(second) == [1, 2, 3]
-        sealed(second, 4)
-        assert kept(second) == [2, 3, 4]
-        assert {path.stat().st_ino for path in folder.rglob("*.shard")} == inodes
-    with ExitStack() as open_files:
-        for path in folder.rglob("*.shard"):
-            fcntl.flock(open_files.enter_context(path.open("rb")), fcntl.LOCK_EX)
-        with closing(Snapshots(folder, 0)) as third:
-            sealed(third, 5, 6, 7)
-            assert kept(third) == [5, 6, 7]
-
-
-def test_unfinished_files_of_a_killed_job_are_reused_and_damaged_ones_first(folder: Path):
-    with closing(Snapshots(folder, 0)) as first:
-        sealed(first, 1, 2)
-    (folder / ".rank-0.abc.writing").write_bytes(b"half a snapshot")
-    (folder / ".rank-1.abc.writing").write_bytes(b"another rank's")
-    damaged = shards.path_of(folder, identity(2), 0)
-    damaged.chmod(0o600)
-    damaged.write_bytes(b"nonsense")
-    with closing(Snapshots(folder, 0)) as second:
-        assert kept(second) == [1]
-        sealed(second, 3, 4)
-        assert kept(second)[0] == 1
-        assert not damaged.exists()
-    assert [path.name for path in temporary(folder)] == [".rank-1.abc.writing"]
-
-
-def test_a_file_of_a_job_that_was_killed_while_it_sealed_is_reused(folder: Path):
-    """It is read-only already, which only root may write to."""
-    left = folder / ".rank-0.abc.writing"
-    left.write_bytes(b"a whole snapshot")
-    left.chmod(0o400)
-    with closing(Snapshots(folder, 0)) as snapshots:
-        assert left.stat().st_mode & 0o777 == 0o600
-        sealed(snapshots, 1)
-        assert not left.exists()
-    assert temporary(folder) == []
-
-
-def test_a_living_owners_file_is_not_taken_over_nor_cleaned_away(snapshots: Snapshots, folder: Path):
-    sealed(snapshots, 1)
-    # The next one is prepared after the first is sealed, and locked before it is sized.
-    until(lambda: any(map(os.path.getsize, temporary(folder))), "the next one is prepared", 30)
-    (path,) = temporary(folder)
-    Snapshots(folder, 0).close()
-    assert shards.clean(folder) == []
-    assert path.exists()
-    snapshots.close()
-    assert not temporary(folder)
-
-
-def test_a_generation_is_never_overwritten(snapshots: Snapshots):
-    ours = job()
-    first = taken(snapshots, 1, ours)
-    assert first.wait(30)
-    before = first.path.read_bytes()
-    ours.train(range(1))
-    again = taken(snapshots, 1, ours)
-    assert not again.wait(30)
-    assert again.problem is not None
-    assert "is sealed and is not overwritten" in again.problem
-    assert first.path.read_bytes() == before
-
-
-def test_too_large_a_state_is_a_problem_with_numbers(folder: Path):
-    snapshots, ours = Snapshots(folder, 0, limit=1000), job()
-    capture = taken(snapshots, 1, ours)
-    assert not capture.wait(0)
-    for number in (ours.collect().bytes, 1000):
-        assert str(number) in str(capture.problem)
-    snapshots.close()
-
-
-def test_a_failure_is_a_problem_of_this_capture_alone(snapshots: Snapshots, folder: Path):
-    folder.rename(folder.with_name("away"))
-    capture = taken(snapshots, 1, job())
-    snapshots.fence()
-    assert not capture.wait(30)
-    assert capture.problem is not None
-    folder.with_name("away").rename(folder)
-    sealed(snapshots, 2)
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_an_unreasonable_state_is_a_problem_too(snapshots: Snapshots):
-    state = State({"not": object()}, {}, {})  # type: ignore[arg-type]
-    meta = State(None, {"a": torch.empty(2, device="meta")}, {})
-    for step, each in enumerate((state, meta)):
-        capture = snapshots.capture(identity(step), TrustLevel.LATEST, each)
-        snapshots.fence()
-        assert not capture.wait(30)
-        assert capture.problem
-
-
-def test_closing_twice_is_no_mistake_and_later_captures_say_so(folder: Path):
-    snapshots = Snapshots(folder, 0)
-    capture = taken(snapshots, 1, job(512))
-    snapshots.close()
-    snapshots.close()
-    assert capture.is_sealed
-    assert shards.verify(capture.path).whole
-    late = taken(snapshots, 2, job())
-    snapshots.fence()
-    assert late.problem == "the snapshots are closed"
-
-
-def test_prepared_memory_is_what_the_first_snapshot_gets(snapshots: Snapshots, folder: Path):
-    snapshots.prepare(10_000)
-    capture = taken(snapshots, 1, job())
-    assert capture.wait(30)
-    assert len(files(folder)) <= 2
-
-
-def test_the_budget_message_has_the_numbers(folder: Path):
-    free = os.statvfs(folder).f_bavail * os.statvfs(folder).f_frsize
-    assert check_budget(1000, 3, 3000, folder) == 3000
-    assert abs(check_budget(1000, 3, None, folder) - free // 2) < free // 4
-    with pytest.raises(CheckpointError, match=r"need 3 x 1.5 KiB = 4.5 KiB in .*, and 4 KiB are allowed"):
-        check_budget(1536, 3, 4096, folder)
-    with pytest.raises(CheckpointError, match=r"half of the .*GiB free\); set memory_budget"):
-        check_budget(free, 3, None, folder)
-    with pytest.raises(CheckpointError, match=r"memory_budget; .* are free"):
-        check_budget(free, 3, 10 * free, folder)
-
-
-def test_what_the_job_holds_already_counts_as_free(folder: Path):
-    (folder / "old").write_bytes(bytes(64 << 20))
-    empty = folder.with_name("empty")
-    empty.mkdir()
-    more = check_budget(1, 1, None, folder) - check_budget(1, 1, None, empty)
-    assert more > 16 << 20
-
-
-def test_the_memory_folder_is_its_owners_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("TORCHSCOUT_MEMORY", str(tmp_path / "a" / "b"))
-    folder = memory_folder("job-1")
-    assert folder == tmp_path / "a" / "b" / "job-1"
-    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-    assert memory_folder("job-1") == folder
-    folder.chmod(0o755)
-    with pytest.raises(CheckpointError, match="belongs to this user alone"):
-        memory_folder("job-1")
-    for name in ("", "../up", "a/b", ".hidden", "x" * 200):
-        with pytest.raises(ValueError, match="a job's name"):
-            memory_folder(name)
-
-
-def test_without_a_variable_memory_is_the_shared_memory_file_system(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.delenv("TORCHSCOUT_MEMORY", raising=False)
-    if not Path("/dev/shm").is_dir():
-        pytest.skip("this machine has no shared-memory file system")
-    folder = memory_folder("test-of-the-folder")
-    assert folder == Path(f"/dev/shm/torchscout-checkpoints-{os.geteuid()}/test-of-the-folder")
-    folder.rmdir()
-
-
-def test_copies_must_leave_one_that_is_whole(folder: Path):
-    with pytest.raises(ValueError, match="at least 2"):
-        Snapshots(folder, 0, copies=1)
 
 
 def test_odd_tensors_come_back(snapshots: Snapshots):
@@ -399,10 +143,374 @@ def test_odd_tensors_come_back(snapshots: Snapshots):
         "two": shared,
         "half": torch.randn(3).bfloat16(),
     }
-    holder = SimpleNamespace(state_dict=lambda: odd, load_state_dict=odd.update)
-    state = collect(StateParts(nn.Module(), [], {"holder": holder}))
-    capture = snapshots.capture(identity(1), TrustLevel.LATEST, state)
-    assert capture.wait(30), capture.problem
+    capture = taken(snapshots, 1, of_tensors(**odd))
     found = shards.load(capture.path).tree["registered"]["holder"]
     assert all(torch.equal(found[name], odd[name]) for name in odd)
     assert found["one"] is found["two"]
+
+
+def test_a_header_that_becomes_longer_moves_the_tensors(snapshots: Snapshots):
+    words: list[str] = []
+    holder = SimpleNamespace(state_dict=lambda: {"words": list(words)}, load_state_dict=None)
+    ours = job()
+    for step in range(1, 6):
+        capture = taken(snapshots, step, collect(StateParts(ours.model, [], {"holder": holder})))
+        assert shards.verify(capture.path).whole
+        found = shards.load(capture.path).tree
+        assert found["registered"]["holder"]["words"] == words
+        assert torch.equal(found["parameters"]["0.weight"], ours.model[0].weight)
+        words += [f"{step} {number}" for number in range(1000 * step)]
+
+
+# A capture is of one state.
+
+
+def write(module: nn.Module, how: str) -> None:
+    with torch.no_grad():
+        weight = module[0].weight
+        (weight.data if how == "through its data" else weight).view(-1)[-1] += 1
+
+
+@pytest.mark.parametrize("width", [8, 30_000], ids=["small", "large"])
+@pytest.mark.parametrize("how", ["in place", "through its data"])
+@pytest.mark.parametrize("ends", ["with an update", "without an update"])
+def test_a_write_between_two_updates_is_found(snapshots: Snapshots, width: int, how: str, ends: str):
+    ours = job(width)
+    ours.train(range(1))
+    end = snapshots.fence if ends == "with an update" else snapshots.settle
+    capture = begun(snapshots, 1, ours.collect())
+    write(ours.model, how)
+    end()
+    assert not capture.wait(30)
+    assert capture.problem == "parameters/0.weight was changed while it was captured, and not by an update"
+    assert not capture.path.exists()
+    undisturbed = begun(snapshots, 2, ours.collect())
+    end()
+    assert undisturbed.wait(30), undisturbed.problem
+
+
+def test_a_write_that_is_undone_before_the_update_does_no_harm(snapshots: Snapshots):
+    """Averaged weights for a validation, for example."""
+    ours = job()
+    weight = ours.model[0].weight
+    own = weight.data
+    capture = begun(snapshots, 1, ours.collect())
+    weight.data = torch.zeros_like(own)
+    weight.data = own
+    snapshots.fence()
+    assert capture.wait(30), capture.problem
+    assert torch.equal(shards.load(capture.path).tree["parameters"]["0.weight"], weight)
+
+
+def test_nothing_is_sealed_before_the_update(snapshots: Snapshots):
+    capture = begun(snapshots, 1, job().collect())
+    assert not capture.wait(0.3)
+    assert capture.problem is None
+    snapshots.fence()
+    assert capture.wait(30)
+
+
+# It never holds training.
+
+
+def test_all_memory_is_there_before_the_first_capture(snapshots: Snapshots, folder: Path):
+    state = job(1000).collect()
+    snapshots.prepare(state.bytes)
+    assert snapshots.wait_until_ready(30)
+    files = inodes(folder)
+    assert len(files) == 3
+    assert all(path.stat().st_blocks * 512 > state.bytes for path in folder.rglob("*.writing"))
+    before = mappings(folder)
+    assert len(before) == 3
+    for step in range(1, 8):
+        taken(snapshots, step, state)
+        assert (inodes(folder), mappings(folder)) == (files, before)
+    assert snapshots.skipped == 0
+
+
+def test_a_state_that_grows_within_the_head_room_maps_nothing(snapshots: Snapshots, folder: Path):
+    model, inputs = nn.Linear(1000, 1000), list[torch.Tensor]()
+    taken(snapshots, 1, with_saved_inputs(model))
+    before = (inodes(folder), mappings(folder))
+    for step in range(2, 12):
+        inputs.append(torch.randn(25_000))
+        capture = taken(snapshots, step, with_saved_inputs(model, *inputs))
+        assert shards.verify(capture.path).whole
+        assert (inodes(folder), mappings(folder)) == before
+    assert len(shards.load(capture.path).tree["registered"][f"{SCOUT_PREFIX}keepsakes"]) == 10
+
+
+def test_a_state_that_outgrows_the_head_room_is_skipped_once(snapshots: Snapshots, folder: Path):
+    taken(snapshots, 1, of_tensors(a=torch.ones(MIB)))
+    files = inodes(folder)
+    assert snapshots.is_ready()
+    grown = of_tensors(a=torch.ones(2 * MIB))
+    capture = snapshots.capture(identity(2), TrustLevel.LATEST, grown)
+    assert re.fullmatch(r"no memory for \d+ bytes is ready", str(capture.problem))
+    assert snapshots.skipped == 1
+    assert snapshots.wait_until_ready(30)
+    capture = snapshots.capture(identity(3), TrustLevel.LATEST, grown)
+    snapshots.fence()
+    assert capture.wait(30), capture.problem
+    assert inodes(folder) == files, "the same files are larger"
+    assert shards.verify(shards.path_of(folder, identity(1), 0)).whole
+
+
+def test_much_too_large_memory_is_given_back(snapshots: Snapshots, folder: Path):
+    def in_use() -> int:
+        return sum(path.stat().st_blocks * 512 for path in folder.rglob("*") if path.is_file())
+
+    taken(snapshots, 1, of_tensors(a=torch.ones(16 * MIB)))
+    most = in_use()
+    for step in range(2, 7):
+        taken(snapshots, step, of_tensors(a=torch.ones(MIB)))
+    assert snapshots.wait_until_ready(30)
+    assert in_use() < most / 4
+
+
+def test_a_capture_does_not_wait_for_the_one_before(snapshots: Snapshots):
+    first = begun(snapshots, 1, job().collect())
+    assert not snapshots.is_ready()
+    second = snapshots.capture(identity(2), TrustLevel.LATEST, job().collect())
+    assert second.problem == "the capture before it is not over"
+    assert snapshots.skipped == 1
+    snapshots.fence()
+    assert first.wait(30), first.problem
+    taken(snapshots, 3, job().collect())
+    assert kept(snapshots) == [1, 3]
+
+
+def test_the_wait_for_copies_is_bounded(folder: Path):
+    """The state takes many times longer to copy than this user lets an update wait."""
+    with closing(Snapshots(folder, 0, timeout_seconds=1e-6)) as impatient:
+        model = nn.Linear(8 * MIB, 8, bias=False)
+        capture = begun(impatient, 1, collect(StateParts(model, [])))
+        impatient.fence()
+        with torch.no_grad():
+            model.weight.fill_(5.0)
+        assert not capture.wait(30)
+        assert "was not copied within" in str(capture.problem)
+        assert impatient.wait_until_ready(30)
+        assert kept(impatient) == []
+
+
+def test_skipped_captures_are_counted_and_logged_once(snapshots: Snapshots, caplog: pytest.LogCaptureFixture):
+    for _ in range(3):
+        snapshots.skip("rank 1 has no memory")
+    assert snapshots.skipped == 3
+    assert caplog.text.count("rank 1 has no memory") == 1
+
+
+def test_saved_inputs_are_copied_when_they_are_replaced(snapshots: Snapshots):
+    """They never change in place. One that does all the same shows that it is not copied again."""
+    model, first, second = nn.Linear(8, 8), torch.zeros(1000), torch.ones(1000)
+
+    def inputs_of(step: int, *inputs: torch.Tensor) -> list[float]:
+        capture = taken(snapshots, step, with_saved_inputs(model, *inputs))
+        assert shards.verify(capture.path).whole
+        found = shards.load(capture.path).tree["registered"][f"{SCOUT_PREFIX}keepsakes"]
+        return [float(each.max()) for each in found]
+
+    assert [inputs_of(step, first, second) for step in (1, 2, 3)] == [[0.0, 1.0]] * 3
+    first.fill_(7)
+    assert [inputs_of(step, first, second) for step in (4, 5, 6)] == [[0.0, 1.0]] * 3
+    third = torch.full((1000,), 3.0)
+    assert [inputs_of(step, third, second) for step in (7, 8, 9)] == [[3.0, 1.0]] * 3
+    assert inputs_of(10, second, third) == [1.0, 3.0]
+
+
+# Buffers and their files.
+
+
+def test_two_whole_snapshots_are_there_while_the_third_is_written(snapshots: Snapshots, folder: Path):
+    for step in range(1, 9):
+        taken(snapshots, step, job().collect())
+        expected = [Generation(each) for each in range(max(1, step - 2), step + 1)]
+        assert snapshots.sealed == expected
+        assert all(shards.verify(shards.path_of(folder, identity(each.step), 0)).whole for each in expected)
+    assert len([*folder.iterdir()]) == 3, "no empty folders are left"
+
+
+def test_protected_generations_are_not_overwritten(folder: Path):
+    protected = frozenset[Generation]()
+    with closing(Snapshots(folder, 0, protected=lambda: protected)) as snapshots:
+        sealed(snapshots, 1, 2, 3)
+        protected = frozenset({Generation(1), Generation(2)})
+        sealed(snapshots, 4)
+        assert kept(snapshots) == [1, 2, 4]
+        protected |= {Generation(4)}
+        capture = begun(snapshots, 5, job().collect())
+        assert capture.problem == "all 3 snapshots in memory are needed or being read"
+        snapshots.retire(Generation(2))
+        sealed(snapshots, 6)
+        assert kept(snapshots) == [1, 4, 6]
+
+
+def test_a_snapshot_that_is_read_is_not_reused(snapshots: Snapshots):
+    sealed(snapshots, 1, 2, 3)
+    with snapshots.held(Generation(1)) as path, snapshots.held(Generation(1)):
+        assert path is not None
+        before = path.read_bytes()
+        sealed(snapshots, 4, 5, 6)
+        assert path.read_bytes() == before
+        assert kept(snapshots) == [1, 5, 6]
+        with snapshots.held(Generation(5)):
+            assert not snapshots.is_ready(), "the newest one must stay"
+    with snapshots.held(Generation(99)) as path:
+        assert path is None
+    sealed(snapshots, 8)
+    assert kept(snapshots) == [5, 6, 8]
+
+
+def test_a_snapshot_that_is_retired_while_it_is_read_is_reused_after_that(snapshots: Snapshots, folder: Path):
+    sealed(snapshots, 1, 2, 3)
+    files = inodes(folder)
+    with snapshots.held(Generation(1)) as path:
+        assert path is not None
+        before = path.read_bytes()
+        assert snapshots.retire(Generation(1))
+        assert kept(snapshots) == [2, 3]
+        sealed(snapshots, 4, 5)
+        assert path.read_bytes() == before
+    assert not path.exists()
+    sealed(snapshots, 6)
+    assert kept(snapshots) == [4, 5, 6]
+    assert inodes(folder) == files
+
+
+def test_a_retired_snapshot_is_gone_and_is_the_next_to_be_filled(snapshots: Snapshots):
+    *_, last = sealed(snapshots, 1, 2, 3)
+    assert snapshots.retire(Generation(3))
+    assert not snapshots.retire(Generation(9))
+    assert not last.path.exists()
+    sealed(snapshots, 4)
+    assert kept(snapshots) == [1, 2, 4]
+
+
+def test_a_snapshot_that_somebody_removed_does_no_harm(snapshots: Snapshots):
+    for capture in sealed(snapshots, 1, 2, 3):
+        capture.path.unlink()
+    for step in range(4, 12):  # some find that there is no file any more
+        begun(snapshots, step, job().collect())
+        snapshots.fence()
+    assert snapshots.wait_until_ready(30)
+    sealed(snapshots, 12, 13, 14)
+    assert kept(snapshots) == [12, 13, 14]
+
+
+def test_a_shard_that_was_repaired_is_not_taken_for_the_mapped_one(snapshots: Snapshots):
+    """The repaired one is another file under the same name."""
+    first, *_ = sealed(snapshots, 1, 2, 3)
+    repaired = first.path.with_name("repaired")
+    repaired.write_bytes(first.path.read_bytes())
+    repaired.replace(first.path)
+    with snapshots.held(Generation(1)) as path:
+        assert path == first.path
+    for step in range(4, 9):
+        begun(snapshots, step, job().collect())
+        snapshots.fence()
+    assert snapshots.wait_until_ready(30)
+    for capture in sealed(snapshots, 9, 10, 11):
+        assert shards.inspect(capture.path).identity == capture.identity
+        assert shards.verify(capture.path).whole
+
+
+def test_a_restarted_job_reuses_the_files_although_a_child_of_the_last_one_has_them_open(folder: Path):
+    """A loader's worker has its parent's open files, and with them the locks."""
+    with closing(Snapshots(folder, 0)) as first:
+        sealed(first, 1, 2, 3)
+    files = inodes(folder)
+    with ExitStack() as open_files:
+        for path in folder.rglob("*.shard"):
+            fcntl.flock(open_files.enter_context(path.open("rb")), fcntl.LOCK_EX)
+        with closing(Snapshots(folder, 0)) as second:
+            assert kept(second) == [1, 2, 3]
+            sealed(second, 4)
+            assert kept(second) == [2, 3, 4]
+            assert inodes(folder) == files
+    assert all(shards.verify(path).whole for path in folder.rglob("*.shard"))
+
+
+def test_what_a_killed_job_has_left_is_not_taken_for_whole(folder: Path):
+    """A file that was killed while it was sealed is complete and read-only, and has a temporary name."""
+    with closing(Snapshots(folder, 0)) as first:
+        (capture,) = sealed(first, 1)
+    left = folder / ".rank-0.abc.writing"
+    left.write_bytes(capture.path.read_bytes())
+    left.chmod(0o400)
+    with closing(Snapshots(folder, 0)) as second:
+        assert kept(second) == [1]
+        assert shards.clean(folder) == [left]
+        sealed(second, 2)
+        assert kept(second) == [1, 2]
+
+
+def test_a_living_owners_files_are_not_cleaned_away(snapshots: Snapshots, folder: Path):
+    sealed(snapshots, 1)
+    waiting = {*folder.glob("*.writing")}
+    assert len(waiting) == 2
+    Snapshots(folder, 0).close()
+    assert shards.clean(folder) == []
+    assert {*folder.glob("*.writing")} == waiting
+    snapshots.close()
+    assert not [*folder.glob("*.writing")]
+
+
+def test_a_generation_is_never_overwritten(snapshots: Snapshots):
+    (first,) = sealed(snapshots, 1)
+    before = first.path.read_bytes()
+    ours = job()
+    ours.train(range(1))
+    again = begun(snapshots, 1, ours.collect())
+    snapshots.fence()
+    assert not again.wait(30)
+    assert "is sealed and is not overwritten" in str(again.problem)
+    assert first.path.read_bytes() == before
+
+
+# Failures.
+
+
+def test_too_large_a_state_is_a_problem_with_numbers(folder: Path):
+    with closing(Snapshots(folder, 0, limit=1000)) as snapshots:
+        state = job().collect()
+        capture = snapshots.capture(identity(1), TrustLevel.LATEST, state)
+        assert not capture.wait(0)
+        for number in (state.bytes, 1000):
+            assert str(number) in str(capture.problem)
+
+
+def test_a_failure_is_a_problem_of_this_capture_alone(snapshots: Snapshots, folder: Path):
+    capture = begun(snapshots, 1, job().collect())
+    folder.rename(folder.with_name("away"))
+    snapshots.fence()
+    assert not capture.wait(30)
+    assert capture.problem is not None
+    folder.with_name("away").rename(folder)
+    sealed(snapshots, 2)
+
+
+def test_a_tensor_without_memory_is_a_problem_too(snapshots: Snapshots):
+    capture = begun(snapshots, 1, State(None, {"a": torch.empty(2, device="meta")}, {}))
+    snapshots.fence()
+    assert not capture.wait(30)
+    assert "meta" in str(capture.problem)
+    sealed(snapshots, 2)
+
+
+def test_closing_finishes_a_capture_and_later_ones_say_so(folder: Path):
+    snapshots = Snapshots(folder, 0)
+    capture = begun(snapshots, 1, job(512).collect())
+    snapshots.close()
+    snapshots.close()
+    assert capture.is_sealed
+    assert shards.verify(capture.path).whole
+    late = snapshots.capture(identity(2), TrustLevel.LATEST, job().collect())
+    snapshots.fence()
+    assert late.problem == "the snapshots are closed"
+    assert not snapshots.is_ready()
+
+
+def test_copies_must_leave_one_that_is_whole(folder: Path):
+    with pytest.raises(ValueError, match="at least 2"):
+        Snapshots(folder, 0, copies=1)

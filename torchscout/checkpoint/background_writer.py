@@ -19,7 +19,7 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 
 from torchscout.checkpoint.replication.replicator import Replicator
-from torchscout.checkpoint.snapshot.snapshots import Capture, Snapshots
+from torchscout.checkpoint.snapshot import Capture, Snapshots
 from torchscout.checkpoint.storage import shards
 from torchscout.checkpoint.storage.inventory import Member
 from torchscout.checkpoint.storage.shard_format import ShardIdentity
@@ -241,9 +241,11 @@ class BackgroundWriter:
 
 
 def _copy(source: Path, target: Path) -> None:
+    """Write the shard in this file, which may be longer, to another file."""
+    size = shards.inspect(source).size
     with (
         source.open("rb") as file,
-        mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as memory,
-        memoryview(memory) as whole,
+        mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ) as memory,
+        memoryview(memory) as shard,
     ):
-        shards.write(target, [whole])
+        shards.write(target, [shard])

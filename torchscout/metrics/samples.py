@@ -62,6 +62,7 @@ METRICS: Mapping[str, Metric] = {
     "torchscout_generations_in_files": _gauge("Generations whose files are complete on every rank."),
     "torchscout_poisoned": _gauge("1 after corruption was found, until the job goes back to earlier state."),
     "torchscout_captures_total": _counter("Snapshots of the state of this rank."),
+    "torchscout_captures_skipped_total": _counter("Captures passed over because a rank had no memory ready."),
     "torchscout_capture_seconds_total": _counter("How long training has waited for snapshots."),
     "torchscout_capture_bytes_total": _counter("Bytes of all snapshots."),
     "torchscout_copies_total": _counter("Copies of shards that another machine has received."),
@@ -139,6 +140,7 @@ def _checkpoint(checkpoint: Mapping[str, Any], _: int) -> Iterator[Sample]:
     yield Sample("torchscout_generations_in_files", len(checkpoint["durable"]))
     yield Sample("torchscout_poisoned", int(checkpoint["poisoned"] is not None))
     yield Sample("torchscout_checkpoint_problems", checkpoint["problems"])
+    yield Sample("torchscout_captures_skipped_total", checkpoint["captures"]["skipped"])
     for what, key in (("capture", "captures"), ("copy", "copies")):
         totals = checkpoint[key]
         yield Sample(f"torchscout_{key}_total", totals["count"])

@@ -18,7 +18,7 @@ from tests.support.incidents import incident_from
 from tests.support.replica_ranks import identity, seal
 from tests.support.small_job import until
 from torchscout.checkpoint.background_writer import BackgroundWriter
-from torchscout.checkpoint.snapshot.snapshots import Snapshots
+from torchscout.checkpoint.snapshot import Snapshots
 from torchscout.checkpoint.state.training_state import StateParts, collect
 from torchscout.checkpoint.storage import shards
 from torchscout.checkpoint.storage.inventory import Member
@@ -190,7 +190,10 @@ def counted_as(copy: Copy, folder: Path) -> str:
     state = collect(StateParts(nn.Linear(4, 4), [], {}))
     said: list[str] = []
     try:
+        snapshots.prepare(state.bytes)
+        assert snapshots.wait_until_ready(60)
         capture = snapshots.capture(identity(0, step), TrustLevel.LATEST, state)
+        snapshots.fence()
         assert capture.wait(60), capture.problem
         writer.take(capture, is_due=True)
         until(own.exists, "its own file is there")
@@ -226,14 +229,16 @@ def _captured(write: Write, snapshots: Snapshots, step: int) -> str:
     model = nn.ParameterList(nn.Parameter(torch.zeros(size, device=write.device)) for size in sizes)
     try:
         state = collect(StateParts(model, [], {}))
+        snapshots.prepare(state.bytes, model.parameters())
+        assert snapshots.wait_until_ready(60)
         capture = snapshots.capture(identity(0, step), TrustLevel.LATEST, state)
-        if is_cuda:  # until the host has queued all copies
-            assert capture._copied.wait(60)
         with torch.no_grad():
             (model[1].data if write.through_data else model[1]).fill_(1.0)
         snapshots.fence()
         if not capture.wait(60):
+            assert snapshots.wait_until_ready(60)
             undisturbed = snapshots.capture(identity(0, step + 1), TrustLevel.LATEST, state)
+            snapshots.fence()
             assert undisturbed.wait(60), f"there is another reason: {undisturbed.problem}"
             return "nothing"
         found = shards.load(capture.path).tree["parameters"].values()

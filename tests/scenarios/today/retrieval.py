@@ -38,7 +38,7 @@ from torchscout.checkpoint.replication.placement import replica_holders
 from torchscout.checkpoint.replication.replicator import Replicator
 from torchscout.checkpoint.resume.fetch import Fetched, fetch
 from torchscout.checkpoint.resume.transfer import Links
-from torchscout.checkpoint.snapshot.snapshots import Snapshots
+from torchscout.checkpoint.snapshot import Snapshots
 from torchscout.checkpoint.state import random_state, training_state
 from torchscout.checkpoint.state.training_state import StateParts
 from torchscout.checkpoint.storage import encoding, lock, shards

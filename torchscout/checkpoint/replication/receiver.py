@@ -18,15 +18,15 @@ import zmq
 
 from torchscout.checkpoint.replication import messages as wire
 from torchscout.checkpoint.replication.streams import IncomingStream, Secret
-from torchscout.checkpoint.storage import shards
+from torchscout.checkpoint.storage import retention, shards
 from torchscout.checkpoint.storage.incoming import IncomingShard
-from torchscout.checkpoint.storage.shard_files import shard_files
+from torchscout.checkpoint.storage.shard_files import ShardFile, shard_files
 from torchscout.checkpoint.storage.shard_format import ShardIdentity
 from torchscout.checkpoint.storage.spare_file import SpareFile
 from torchscout.checkpoint.trust.generation import Generation, is_number
 from torchscout.errors import CheckpointError, ScoutError
 
-__all__ = ["ReplicaReceiver", "held_for", "remove"]
+__all__ = ["ReplicaReceiver", "held_for", "remove_copies"]
 
 _LONGEST_NAME = 64
 
@@ -96,15 +96,11 @@ class ReplicaReceiver:
 
         One file for each rank is kept for its next copy: the budget has room for one that arrives.
         """
-        if not self._memory.is_dir():
-            return
-        for each in shard_files(self._memory, generations.__contains__, owner=owner, holder=self._rank):
-            if not each.is_replica:
-                continue
+        for each in _copies(self._memory, generations, self._rank, owner):
             if each.rank not in self._spares and all(other.rank != each.rank for other in self.arriving):
                 with suppress(OSError):  # somebody reads it, or it is gone
                     self._spares[each.rank] = SpareFile(each.path, self._memory)
-            remove(self._memory, [each.generation], each.path.name)
+        remove_copies(self._memory, generations, self._rank, owner)
 
     def close(self) -> None:
         for sender in list(self._arrivals):
@@ -236,15 +232,21 @@ def _generation_in(path: Path) -> Generation | None:
         return None
 
 
-def remove(memory: Path, generations: Iterable[Generation], pattern: str) -> None:
-    """Delete the files of these generations that match, and folders that become empty."""
-    for step, lineage in generations:
-        folder = memory / f"step-{step:010d}.lineage-{lineage}"
-        with suppress(FileNotFoundError):  # another rank has just removed it
-            for path in folder.glob(pattern):
-                path.unlink(missing_ok=True)
-        with suppress(OSError):  # not empty, or does not exist
-            folder.rmdir()
+def remove_copies(
+    memory: Path, generations: Iterable[Generation], holder: int, owner: int | None = None
+) -> None:
+    """Delete the copies of these generations that ``holder`` keeps for other ranks, or for one of them."""
+    with suppress(CheckpointError):  # another try follows with the next generation that is retired
+        retention.remove(_copies(memory, frozenset(generations), holder, owner))
+
+
+def _copies(
+    memory: Path, generations: frozenset[Generation], holder: int, owner: int | None
+) -> list[ShardFile]:
+    if not memory.is_dir():
+        return []
+    found = shard_files(memory, generations.__contains__, owner=owner, holder=holder)
+    return [each for each in found if each.is_replica]
 
 
 def _rank_of(sender: bytes) -> int:

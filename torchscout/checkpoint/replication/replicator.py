@@ -17,7 +17,7 @@ from typing import Any
 
 from torchscout.checkpoint.replication import placement
 from torchscout.checkpoint.replication.pace import CopyPace
-from torchscout.checkpoint.replication.receiver import remove
+from torchscout.checkpoint.replication.receiver import remove_copies
 from torchscout.checkpoint.replication.replica_process import ReplicaProcess
 from torchscout.checkpoint.storage.shard_format import ShardIdentity
 from torchscout.checkpoint.totals import Totals
@@ -104,7 +104,10 @@ class Replicator:
         self._request(lambda: self._send(path, over))
 
     def retire(self, generations: Iterable[Generation]) -> None:
-        """Delete these generations from this rank's memory, and their copies from its holder's."""
+        """Delete the copies of these generations here and at this rank's holder.
+
+        This rank's own snapshots stay: see ``Snapshots.retire``.
+        """
         gone = frozenset(generations)
         self._request(lambda: self._retire(gone))
 
@@ -216,8 +219,8 @@ class Replicator:
         self._held -= generations
         self._command("retire", generations=[list(each) for each in sorted(generations)])
         self._retired.extend(generations)
-        own = self._rank if self._process is not None else "*"  # the process deletes those of others
-        remove(self._memory, generations, f"rank-{own}-of-*.held-by-{self._rank}.shard")
+        if self._process is None:  # otherwise it deletes them
+            remove_copies(self._memory, generations, self._rank)
 
     def _command(self, kind: str, **fields: Any) -> None:
         if self._process is not None:
@@ -248,7 +251,7 @@ class Replicator:
         process, self._process = self._process, None
         if process is not None:
             process.close()
-        remove(self._memory, self._retired, f"*.held-by-{self._rank}.shard")  # what it has not deleted yet
+        remove_copies(self._memory, self._retired, self._rank)  # what it has not deleted yet
         self._held, self._arriving = frozenset(), frozenset()
         waiting, self._waiting = self._waiting, {}
         for over in waiting.values():

@@ -44,6 +44,8 @@ class _Named(NamedTuple):
 
     path: Path
     identity: ShardIdentity
+    size: int
+    """Of the shard; its file may be longer."""
     over: Callable[[bool], None] = lambda _: None
     """Called when the file is no longer needed, with whether it was copied."""
 
@@ -54,7 +56,6 @@ class _Copy:
 
     named: _Named
     file: int
-    size: int
     transfer: str
     begun: float
     progressed: float
@@ -71,6 +72,10 @@ class _Copy:
     @property
     def generation(self) -> Generation:
         return self.named.identity.generation
+
+    @property
+    def size(self) -> int:
+        return self.named.size
 
     def timeout(self, seconds: float) -> float:
         """How long the holder may take to answer, including the time to verify a complete shard."""
@@ -121,13 +126,13 @@ class ReplicaSender:
     def put(self, path: Path, over: Callable[[bool], None] = lambda _: None) -> None:
         """Send this file next, in place of one that waits; ``over`` is called with whether it was copied."""
         try:
-            named = _Named(path, shards.inspect(path).identity, over)
+            header = shards.inspect(path)
         except CheckpointError as error:
             self.problems.append(f"cannot copy to {self._holder}: {error}")
             over(False)
             return
         self._stop_waiting()
-        self._waiting = named
+        self._waiting = _Named(path, header.identity, header.size, over)
         self._refusals, self._not_before = 0, 0.0
 
     def retire(self, generations: Iterable[Generation]) -> None:
@@ -170,7 +175,7 @@ class ReplicaSender:
             self.problems.append(f"cannot copy to {self._holder}: {named.path}: {error.strerror}")
             named.over(False)
             return
-        self._copy = _Copy(named, file, os.fstat(file).st_size, secrets.token_hex(8), now, now)
+        self._copy = _Copy(named, file, secrets.token_hex(8), now, now)
         self._continue(self._copy, now)
 
     def _continue(self, copy: _Copy, now: float) -> None:
@@ -233,7 +238,7 @@ class ReplicaSender:
             return
         self.held |= {copy.generation}
         self.totals = self.totals.plus(seconds=now - copy.begun, count=1, size=copy.size)
-        self._newest = _Named(copy.named.path, copy.named.identity)
+        self._newest = copy.named._replace(over=lambda _: None)
         self._backoff, self._refusals = _BACKOFF_SECONDS, 0
         self._unanswered = None
         self._end(copied=True)

@@ -15,10 +15,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from torchscout.checkpoint.storage import shards
 from torchscout.checkpoint.storage.encoding import bytes_of
 from torchscout.checkpoint.storage.incoming import IncomingShard
 from torchscout.checkpoint.storage.shard_format import ShardIdentity
-from torchscout.errors import ChannelError, DamagedError
+from torchscout.errors import ChannelError, CheckpointError, DamagedError
 from torchscout.log import log
 from torchscout.utils import unlisted_groups
 
@@ -39,14 +40,14 @@ class Links:
 
 
 def send_shard(path: Path, to: int, group: dist.ProcessGroup) -> None:
-    """Send a file. If it cannot be read, the receiver raises ``DamagedError``."""
+    """Send the shard in a file. If it cannot be read, the receiver raises ``DamagedError``."""
     try:
+        size = shards.inspect(path).size
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
+    except (CheckpointError, OSError):
         _send(torch.tensor([0], device="cpu"), to, group)
         return
     try:
-        size = os.fstat(file).st_size
         _send(torch.tensor([size], device="cpu"), to, group)
         send_bytes(file, 0, size, to, group)
     finally:

@@ -168,6 +168,8 @@ def _check(shard: memoryview, identity: ShardIdentity) -> Generator[None, int, N
     while there < start:
         there = yield
     header = parse(shard[:start], size)
+    if header.size != size:
+        raise DamagedError(f"announced with {size} bytes, but the shard has {header.size}")
     if header.identity != identity:
         raise DamagedError(f"announced as {_described(identity)}, but it is {_described(header.identity)}")
     position = start

@@ -33,7 +33,6 @@ __all__ = [
     "decode",
     "digest",
     "encode",
-    "outline",
     "parse",
     "probe",
 ]
@@ -51,6 +50,10 @@ __all__ = [
 # The shard ends with the last tensor. Offsets follow from the lengths; the header contains them for other
 # readers, and they must match. So tensors cannot overlap, and every byte is covered by a digest or must be
 # zero: every flipped bit is detected.
+#
+# A file in memory may be longer than its shard: see [Note: head room] in ``checkpoint.buffers``. So readers
+# take the size of a shard from its header, and ignore what follows. Files on disk, and copies that are
+# received, end with the shard.
 MAGIC = b"SCOUT\x00\x1a\n"
 SCHEMA = 1
 ALIGNMENT = 64
@@ -154,7 +157,7 @@ class Header:
     start: int
     """The offset of the header's end."""
     size: int
-    """The size of the whole shard."""
+    """The size of the whole shard; its file may be longer."""
 
 
 def digest(data: Buffer) -> str:
@@ -162,56 +165,47 @@ def digest(data: Buffer) -> str:
 
 
 class Outline:
-    """The layout of a shard whose tensors' bytes are not known yet."""
+    """Where the tensors of a shard lie, behind a header that has up to ``room`` bytes.
 
-    def __init__(self, fields: dict[str, Any], room: int) -> None:
-        self._fields = fields
-        self._rows: list[dict[str, Any]] = fields["tensors"]
-        # All digests have the same length, so the header's length is known before they are.
-        self.header_bytes = max(len(self._json([_NO_DIGEST] * len(self._rows))), room)
-        self.start = PREFIX_BYTES + self.header_bytes
+    Tensors given by name, dtype and shape lie at the same offsets in every shard with the same ``room``.
+    """
+
+    def __init__(self, tensors: Sequence[tuple[str, str, tuple[int, ...]]], room: int) -> None:
+        if len({name for name, _, _ in tensors}) < len(tensors):
+            raise ValueError("two tensors of a shard have the same name")
+        # Offsets in the header count from its aligned end, so that its length does not change them.
+        self._rows: list[dict[str, Any]] = []
+        self.room = room
+        self.start = PREFIX_BYTES + room
         """The offset of the header's end."""
-        self.places = [_aligned(self.start) + row["offset"] for row in self._rows]
+        self.places: list[int] = []
         """Each tensor's offset."""
-        self.ends = [place + row["length"] for place, row in zip(self.places, self._rows, strict=True)]
+        self.ends: list[int] = []
+        end = first = _aligned(self.start)
+        for name, dtype, shape in tensors:
+            place, length = _aligned(end), _bytes_of(dtype, shape)
+            row = {"name": name, "dtype": dtype, "shape": list(shape), "length": length}
+            self._rows.append({**row, "offset": place - first})
+            self.places.append(place)
+            self.ends.append(end := place + length)
         self.size = self.ends[-1] if self.ends else self.start
 
-    def head(self, digests: Sequence[str]) -> bytes:
-        """The prefix and the header, given the tensors' digests."""
-        header = self._json(digests).ljust(self.header_bytes)
+    def header(
+        self, identity: ShardIdentity, role: TrustLevel, document: Any, digests: Sequence[str] | None = None
+    ) -> bytes:
+        """The header, given the tensors' digests. Without them it has the same length."""
+        digests = [_NO_DIGEST] * len(self._rows) if digests is None else digests
+        rows = [{**row, "digest": each} for row, each in zip(self._rows, digests, strict=True)]
+        fields = {"identity": identity.to_json(), "role": role.value, "tensors": rows, "document": document}
+        return json.dumps(fields, allow_nan=False, separators=(",", ":")).encode()
+
+    def head(self, header: bytes) -> bytes:
+        """The bytes before the tensors: the prefix, the header, and spaces."""
+        header = header.ljust(self.room)
+        if len(header) > self.room:
+            raise ValueError(f"the header has {len(header)} bytes, and there is room for {self.room}")
         prefix = _PREFIX.pack(MAGIC, SCHEMA, 0, len(header), b"")[:_DIGESTED]
         return prefix + xxhash.xxh3_128_digest(prefix + header) + header
-
-    def _json(self, digests: Sequence[str]) -> bytes:
-        rows = [{**row, "digest": each} for row, each in zip(self._rows, digests, strict=True)]
-        document = {**self._fields, "tensors": rows}
-        return json.dumps(document, allow_nan=False, separators=(",", ":")).encode()
-
-
-def outline(
-    identity: ShardIdentity,
-    role: TrustLevel,
-    document: Any,
-    tensors: Sequence[tuple[str, str, tuple[int, ...]]],
-    room: int = 0,
-) -> Outline:
-    """Lay out a shard of tensors given by name, dtype and shape.
-
-    The header has at least ``room`` bytes, so that tensors can have the same offsets as in another shard.
-    """
-    if len({name for name, _, _ in tensors}) < len(tensors):
-        raise ValueError("two tensors of a shard have the same name")
-    # Offsets count from the aligned end of the header, so that its length does not change them.
-    table: list[dict[str, Any]] = []
-    offset = 0
-    for name, dtype, shape in tensors:
-        length = _bytes_of(dtype, shape)
-        offset = _aligned(offset)
-        row = {"name": name, "dtype": dtype, "shape": list(shape), "length": length, "offset": offset}
-        table.append(row)
-        offset += length
-    fields = {"identity": identity.to_json(), "role": role.value, "tensors": table, "document": document}
-    return Outline(fields, room)
 
 
 def encode(identity: ShardIdentity, role: TrustLevel, document: Any, blobs: Sequence[Blob]) -> list[Buffer]:
@@ -222,17 +216,20 @@ def encode(identity: ShardIdentity, role: TrustLevel, document: Any, blobs: Sequ
                 f"tensor {blob.name!r}, {blob.dtype} of shape {blob.shape}, has {expected} bytes, "
                 f"not {len(blob.data)}"
             )
-    laid_out = outline(identity, role, document, [(blob.name, blob.dtype, blob.shape) for blob in blobs])
-    pieces: list[Buffer] = [laid_out.head([digest(blob.data) for blob in blobs])]
+    tensors = [(blob.name, blob.dtype, blob.shape) for blob in blobs]
+    digests = [digest(blob.data) for blob in blobs]
+    header = Outline(tensors, 0).header(identity, role, document, digests)
+    outline = Outline(tensors, len(header))
+    pieces: list[Buffer] = [outline.head(header)]
     position = len(pieces[0])
-    for place, blob in zip(laid_out.places, blobs, strict=True):
+    for place, blob in zip(outline.places, blobs, strict=True):
         pieces += [bytes(place - position), blob.data]
         position = place + len(blob.data)
     return pieces
 
 
 def probe(prefix: Buffer, size: int) -> int:
-    """The number of bytes that ``parse`` needs, given the shard's first bytes and its size."""
+    """The number of bytes that ``parse`` needs, given the shard's first bytes and the size of its file."""
     if len(prefix) < PREFIX_BYTES or size < PREFIX_BYTES:
         raise DamagedError(f"not a shard: {size} bytes are too few")
     magic, schema, _, length, _ = _PREFIX.unpack(prefix[:PREFIX_BYTES])
@@ -261,7 +258,10 @@ def check_header(prefix: Buffer, pieces: Iterable[Buffer], size: int) -> None:
 
 
 def parse(start: Buffer, size: int) -> Header:
-    """Parse the header from a shard's first ``probe`` bytes; raises ``DamagedError``."""
+    """Parse the header from the first ``probe`` bytes of a file of ``size`` bytes.
+
+    Raises ``DamagedError``, also if the file is shorter than the shard.
+    """
     end = probe(start, size)
     view = memoryview(start)
     check_header(view, [view[PREFIX_BYTES:end]], size)
@@ -304,9 +304,9 @@ def _header(document: Any, start: int, size: int) -> Header:
     if len({entry.name for entry in entries}) < len(entries):
         raise ValueError("two tensors have the same name")
     end = entries[-1].end if entries else start
-    if end != size:
-        raise DamagedError(f"the shard has {size} bytes, but {end} are described")
-    return Header(identity, TrustLevel(fields["role"]), fields["document"], entries, start, size)
+    if end > size:
+        raise DamagedError(f"the shard has {end} bytes, and {size} of them are there")
+    return Header(identity, TrustLevel(fields["role"]), fields["document"], entries, start, end)
 
 
 def _entries(table: list[Any], start: int) -> Iterator[Entry]:

@@ -7,12 +7,12 @@ written last, so they, and not the gate's newest state, decide which shards may 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from torchscout.checkpoint.replication.replicator import Replicator
-from torchscout.checkpoint.snapshot.snapshots import Snapshots
+from torchscout.checkpoint.snapshot import Snapshots
 from torchscout.checkpoint.storage import retention
 from torchscout.checkpoint.storage.inventory import Member, Tier
 from torchscout.checkpoint.storage.shard_files import ShardFile, shard_files
@@ -125,7 +125,7 @@ class LedgerKeeper:
         for tier, folder in ((Tier.MEMORY, self._memory), (Tier.DISK, self._disk)):
             needed = gate.held | self._tiers.named(tier)
             earlier = self._own(folder, lambda each: each.lineage < gate.lineage)
-            retention.remove(each for each in earlier if each.generation not in needed)
+            self._remove([each for each in earlier if each.generation not in needed])
 
     def free(self, gate: CheckpointGate) -> None:
         """After the job, delete from memory what is also in files, if the ledger on disk is current."""
@@ -151,13 +151,23 @@ class LedgerKeeper:
     def _delete_from_memory(self) -> None:
         free = self._tiers.deletable(Tier.MEMORY)
         unneeded = free & self._retired
-        for generation in unneeded:
-            self._snapshots.retire(generation)
-        with suppress(CheckpointError):  # shards fetched on resuming; ``tidy`` tries again in the next run
-            retention.retire(self._memory, unneeded, self._member.rank)
+        with suppress(CheckpointError):  # ``tidy`` tries again in the next run
+            found = shard_files(self._memory, unneeded.__contains__, holder=self._member.rank)
+            # The replicator keeps the file of a copy for the next one.
+            self._remove([each for each in found if self._replicator is None or not each.is_replica])
         self._retired -= free
         if self._replicator is not None and free:
             self._replicator.retire(free)
+
+    def _remove(self, files: Sequence[ShardFile]) -> None:
+        """Delete these files, except that snapshots give theirs to the next ones."""
+        retired = {
+            each.generation
+            for each in files
+            if not each.is_replica and each.path.is_relative_to(self._memory)
+            if self._snapshots.retire(each.generation)
+        }
+        retention.remove(each for each in files if each.is_replica or each.generation not in retired)
 
     def _delete_everywhere(self) -> None:
         """After a ledger was written to disk, or could not be."""

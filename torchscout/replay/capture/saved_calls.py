@@ -78,18 +78,20 @@ class SavedCalls:
 
     def keep(self, key: Key, invocation: Invocation) -> None:
         """Save this rank's call, which all peers have replayed."""
-        self.drop(key)
         if not self.limit:
+            self.drop(key)
             return
         try:
             kept = SavedCall.of(invocation)
+            total = kept.nbytes + sum(each.nbytes for other, each in self._kept.items() if other != key)
+            if total > self.limit:
+                raise ReplayError(f"saved calls would need {total} bytes, and {self.limit} are allowed")
         except ReplayError as error:
+            self.drop(key)
             self.problems[key] = str(error)
             return
-        if (total := kept.nbytes + sum(each.nbytes for each in self._kept.values())) > self.limit:
-            self.problems[key] = f"saved calls would need {total} bytes, and {self.limit} are allowed"
-            return
-        self._kept[key] = kept
+        self.problems.pop(key, None)
+        self._kept[key] = kept  # at its old place, so that snapshots have the others where they were
 
     def drop(self, key: Key) -> None:
         """Delete the call of this target, of which another rank has a newer one."""

@@ -24,7 +24,7 @@ from torchscout.checkpoint.background_writer import BackgroundWriter
 from torchscout.checkpoint.replication import placement
 from torchscout.checkpoint.resume.fetch import Fetched, fetch
 from torchscout.checkpoint.resume.transfer import Links
-from torchscout.checkpoint.snapshot.snapshots import Capture, Snapshots
+from torchscout.checkpoint.snapshot import Capture, Snapshots
 from torchscout.checkpoint.state import training_state
 from torchscout.checkpoint.state.training_state import SCOUT_PREFIX, Stateful, StateParts
 from torchscout.checkpoint.storage import job_file, lock, shards
@@ -65,6 +65,8 @@ __all__ = ["CheckpointManager"]
 
 _COPY_SECONDS = 30.0
 """How long a job that resumes waits at most for the copies of the loaded state on other machines."""
+_MEMORY_SECONDS = 1.0
+"""How long attaching waits for memory, so that the first check of a short job can be captured."""
 
 
 class _Signed:
@@ -324,7 +326,7 @@ class CheckpointManager:
         return {
             **self._gate.steps(),
             "copied": self._replication.newest,
-            "captures": self._snapshots.totals.to_json(),
+            "captures": {**self._snapshots.totals.to_json(), "skipped": self._snapshots.skipped},
             "copies": self._replication.totals.to_json(),
             "problems": len(self._problems),
         }
@@ -353,6 +355,7 @@ class CheckpointManager:
         Returns whether all of it is in files. Thread-safe.
         """
         gate, deadline = self._gate, time.monotonic() + self._config.timeout_seconds
+        self._snapshots.settle()  # there may be no further update
         is_captured = self._capture is not None and self._capture.wait(self._config.timeout_seconds)
         wanted = [*gate.captured, *([gate.pending] if is_captured and gate.pending is not None else [])]
         wanted = [each for each in wanted if each not in gate.durable]
@@ -394,6 +397,10 @@ class CheckpointManager:
             protected=lambda: self._ledgers.named(Tier.MEMORY) | self._gate.in_memory,
         )
         self._undo.callback(self._snapshots.close)
+        # Saved inputs are usually a small part of the state. If they are not, memory is prepared again.
+        saved = min(self.saved_calls.limit, expected // 4)
+        self._snapshots.prepare(expected + saved, self._state().tensors)
+        self._snapshots.wait_until_ready(_MEMORY_SECONDS)
         self._replication = StateReplication(job, self._memory, wanted=config.replicate)
         self._undo.callback(self._replication.close)
         self._remains = RankRemains.found((self._memory, self._disk), self._member)

@@ -1,1 +1,0 @@
-"""Asynchronous capture into shared memory."""
