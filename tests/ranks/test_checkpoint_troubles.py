@@ -159,6 +159,19 @@ def test_captures_of_a_hung_job_are_recovered_after_it_is_killed(tmp_path: Path)
     ]
 
 
+def test_a_rank_without_memory_for_a_capture_takes_it_from_all_ranks_alike(tmp_path: Path):
+    """One rank has more state than was expected when it attached. Its memory is prepared meanwhile."""
+    plan = replace(planned(tmp_path), burden={1: 8 << 20}, sweep=False)
+    results = run_ranks(train, 2, plan, timeout=60)
+    assert [each.bits for each in results] == alone(plan)
+    assert results[0].roles == results[1].roles
+    assert results[1].status["captures"]["skipped"] >= 1
+    for each in results:
+        assert each.failures == []
+        assert each.roles[2][0] is None, "the first generation is no generation"
+        assert each.status["latest"] == each.status["verified"] == 11
+
+
 def test_after_corruption_nothing_is_certified_and_a_restart_is_bitwise_clean(tmp_path: Path):
     faults = FaultPlan().flip_bit(rank=1, at="stack.0.up/weight", step=5, bit=28)
     plan = planned(tmp_path, 9)
