@@ -255,13 +255,14 @@ def train(rank: int, plan: Plan) -> Result:
             optimizer.zero_grad()
             _suffer(plan, rank, step, work.model)
             work.accumulate(batches, scaler.scale)
-            if session is not None:
-                _wait(plan, rank, step, session)
-            if plan.killed.get(rank) == step and not plan.after_update:
-                kill()
             for parameter in trained:
                 parameter.grad.div_(scaler.scale)
+            # The hook of the session comes first, which completes the capture.
+            before = optimizer.register_step_pre_hook(
+                lambda *_, step=step: _middle(plan, rank, step, session)
+            )
             optimizer.step()
+            before.remove()
             if plan.killed.get(rank) == step:
                 kill()
             schedule.step()
@@ -361,6 +362,14 @@ def _suffer(plan: Plan, rank: int, step: int, model: nn.Module) -> None:
     if plan.filled_memory == step and rank == 0:
         assert plan.memory is not None
         fill_file_system(plan.memory)
+
+
+def _middle(plan: Plan, rank: int, step: int, session: Session | None) -> None:
+    """Right before the update."""
+    if session is not None:
+        _wait(plan, rank, step, session)
+    if plan.killed.get(rank) == step and not plan.after_update:
+        kill()
 
 
 def _wait(plan: Plan, rank: int, step: int, session: Session) -> None:

@@ -40,26 +40,26 @@ def train(folder: Path, first: int, count: int, width: int, say: Callable[..., N
     snapshots = Snapshots(folder, 0)
     snapshots.prepare(2 * sum(each.nbytes for each in model.parameters()))
     optimizer.register_step_pre_hook(lambda *_: snapshots.fence())
-    previous = None
     say("ready", snapshots.sealed[-1].step if snapshots.sealed else 0)
-    for step in range(first, first + count):
+    step = first
+    while step < first + count:
         for parameter in model.parameters():
             parameter.grad = torch.ones_like(parameter)
         optimizer.step()
         with torch.no_grad():  # of one value, by which a torn copy would be known
             for tensor in [*model.parameters(), *(s["momentum_buffer"] for s in optimizer.state.values())]:
                 tensor.fill_(float(step))
-        if previous is not None and previous.wait(60):
-            say("sealed", previous.identity.generation.step)
-        elif previous is not None:
-            say("problem", previous.problem)
         snapshots.wait_until_ready(60)
-        previous = snapshots.capture(
-            identity(step), TrustLevel.LATEST, collect(StateParts(model, [optimizer], {}))
-        )
-    assert previous is not None
-    snapshots.settle()
-    say(*(("sealed", step) if previous.wait(60) else ("problem", previous.problem)))
+        state = collect(StateParts(model, [optimizer], {}))
+        capture = snapshots.capture(identity(step), TrustLevel.LATEST, state)
+        optimizer.step()
+        if capture.wait(60):
+            say("sealed", step)
+        elif "was not copied within" in str(capture.problem):  # the machine is busy
+            continue
+        else:
+            say("problem", capture.problem)
+        step += 1
     snapshots.close()
     say("done")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import fcntl
 import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
 from types import SimpleNamespace
@@ -47,11 +47,28 @@ def begun(snapshots: Snapshots, step: int, state: State) -> Capture:
     return snapshots.capture(identity(step), TrustLevel.LATEST, state)
 
 
+def ended(
+    snapshots: Snapshots, step: int, state: State, meanwhile: Callable[[], object], end: Callable[[], None]
+) -> Capture:
+    """A capture that is over."""
+    while True:
+        capture = begun(snapshots, step, state)
+        meanwhile()
+        end()
+        capture.wait(30)
+        if not is_too_slow(capture):
+            return capture
+
+
+def is_too_slow(capture: Capture) -> bool:
+    """Whether the state was not copied in time, as on a busy machine."""
+    return "was not copied within" in str(capture.problem)
+
+
 def taken(snapshots: Snapshots, step: int, state: State) -> Capture:
     """Capture between two updates."""
-    capture = begun(snapshots, step, state)
-    snapshots.fence()
-    assert capture.wait(30), capture.problem
+    capture = ended(snapshots, step, state, lambda: None, snapshots.fence)
+    assert capture.is_sealed, capture.problem
     return capture
 
 
@@ -107,9 +124,9 @@ def test_a_snapshot_is_a_valid_shard(snapshots: Snapshots, folder: Path):
 @pytest.mark.parametrize("width", [8, 30_000], ids=["on the training thread", "in the background"])
 def test_later_training_does_not_change_a_snapshot(snapshots: Snapshots, width: int):
     """Buffers change at once, parameters and slots right after the fence, while it is being sealed."""
-    ours = job(width)
-    ours.train(range(1))
-    for step in range(1, 6):
+    ours, step, verified = job(width), 0, 0
+    while verified < 5:
+        ours.train(range(step, step := step + 1))
         bits = all_bits(ours)
         capture = begun(snapshots, step, ours.collect())
         with torch.no_grad():
@@ -122,12 +139,13 @@ def test_later_training_does_not_change_a_snapshot(snapshots: Snapshots, width: 
             slots = [slot for slots in ours.optimizers[0].state.values() for slot in slots.values()]
             for tensor in [*ours.model.parameters(), *slots]:
                 tensor.fill_(float(step))
-        assert capture.wait(30), capture.problem
-        assert shards.verify(capture.path).whole
-        found = job(width)
-        found.restore(shards.load(capture.path).tree)
-        assert all_bits(found) == bits
-        ours.train(range(step, step + 1))
+        capture.wait(30)
+        if not is_too_slow(capture):
+            assert shards.verify(capture.path).whole, capture.problem
+            found = job(width)
+            found.restore(shards.load(capture.path).tree)
+            assert all_bits(found) == bits
+            verified += 1
 
 
 def test_odd_tensors_come_back(snapshots: Snapshots):
@@ -178,15 +196,11 @@ def test_a_write_between_two_updates_is_found(snapshots: Snapshots, width: int, 
     ours = job(width)
     ours.train(range(1))
     end = snapshots.fence if ends == "with an update" else snapshots.settle
-    capture = begun(snapshots, 1, ours.collect())
-    write(ours.model, how)
-    end()
-    assert not capture.wait(30)
+    capture = ended(snapshots, 1, ours.collect(), lambda: write(ours.model, how), end)
     assert capture.problem == "parameters/0.weight was changed while it was captured, and not by an update"
     assert not capture.path.exists()
-    undisturbed = begun(snapshots, 2, ours.collect())
-    end()
-    assert undisturbed.wait(30), undisturbed.problem
+    undisturbed = ended(snapshots, 2, ours.collect(), lambda: None, end)
+    assert undisturbed.is_sealed, undisturbed.problem
 
 
 def test_a_write_that_is_undone_before_the_update_does_no_harm(snapshots: Snapshots):

@@ -96,44 +96,36 @@ class _Side:
     _streams: ClassVar[dict[torch.device, Any]] = {}
 
     def __init__(self, device: torch.device) -> None:
-        """Call it on the training thread: copies come after the work that it has issued so far."""
         self.device = device
         self._module = torch.get_device_module(device)
         if device not in self._streams:
             self._streams[device] = self._module.Stream(device=device)
         # A thread that waits for a blocking event does not poll.
-        kind: dict[str, Any] = {"blocking": True} if device.type == "cuda" else {}
-        self._before = self._module.Event()
-        self._copied = self._module.Event(**kind)
-        self._folded = self._module.Event(**kind)
-        self._before.record(self._training())
+        self._copied = self._module.Event(**({"blocking": True} if device.type == "cuda" else {}))
+        self.follow_training()
+
+    def follow_training(self) -> None:
+        """Let further work of this side wait, on the device, for what the calling thread has issued."""
+        self._streams[self.device].wait_stream(self._module.current_stream(self.device))
+
+    def order_training(self) -> None:
+        """Let further work of the calling thread wait, on the device, for the copies."""
+        self._module.current_stream(self.device).wait_event(self._copied)
 
     def copy(self, copies: Sequence[tuple[torch.Tensor, int]], buffer: Buffer) -> None:
         """Issue copies to offsets of a buffer. Returns at once only if the buffer is pinned."""
-        with self._module.device(self.device), self.stream():
-            self._streams[self.device].wait_event(self._before)
+        with self.work():
             _copy(copies, buffer)
             self._copied.record(self._streams[self.device])
 
-    def stream(self) -> AbstractContextManager[Any]:
+    def work(self) -> AbstractContextManager[Any]:
+        """In this block, work on the device belongs to this side."""
         found: AbstractContextManager[Any] = self._module.stream(self._streams[self.device])
         return found
 
-    def order_training(self) -> None:
-        """Let further work of the training thread wait, on the device, for the copies."""
-        self._training().wait_event(self._copied)
-
-    def folded(self) -> None:
-        """Note that the training thread has issued signatures."""
-        self._folded.record(self._training())
-
     def wait(self) -> None:
-        """Wait for the copies and signatures that were issued."""
+        """Wait for the copies that were issued."""
         self._copied.synchronize()
-        self._folded.synchronize()
-
-    def _training(self) -> Any:
-        return self._module.current_stream(self.device)
 
 
 @dataclass(slots=True)
@@ -162,18 +154,11 @@ class _Task:
     """Set when an update follows, or when it is known that none does."""
     given_up: str | None = None
 
-    def begin(self, copies: Callable[[], None], *, at_once: bool) -> None:
-        """Make copies now, or leave them to the background thread."""
-        if at_once:
-            copies()
-        else:
-            self.later.append(copies)
-
     def fold(self) -> None:
         """Compute, or begin to compute, the signatures of the live tensors."""
         self.folds.append(PendingSignatures(self.live.values()))
         for side in self.sides:
-            side.folded()
+            side.follow_training()  # which reads them
 
 
 class Snapshots:
@@ -208,9 +193,8 @@ class Snapshots:
         """Of the last snapshot, or of the first as far as it is known."""
         self._device: torch.device | None = None
         """The CUDA device of the state, for which buffers are pinned."""
-        self._described: list[tuple[str, str, tuple[int, ...]]] = []
-        self._outline = Outline((), 0)
-        """The layout of the last snapshot, whose tensors were as described."""
+        self._outline = Outline([], 0)
+        """The layout of the last snapshot."""
         self._unfenced: _Task | None = None
         self._idle = threading.Event()
         """Whether no capture and no preparation is in progress."""
@@ -322,10 +306,6 @@ class Snapshots:
         self._idle.clear()
         threading.Thread(target=run, name="torchscout-snapshot", daemon=True).start()
 
-    def _skipped(self, why: str) -> CheckpointError:
-        self.skip(why)
-        return CheckpointError(why)
-
     def _prepare(self) -> None:
         try:
             self._pool.prepare(self._size, self._device)
@@ -338,20 +318,13 @@ class Snapshots:
             raise CheckpointError("the snapshots are closed")
         if self._limit is not None and state.bytes > self._limit:
             raise CheckpointError(f"the state has {state.bytes} bytes, a snapshot may have {self._limit}")
-        if not self._idle.is_set():
-            raise self._skipped("the capture before it is not over")
         saved = {name: each for name, each in state.live.items() if name.startswith(_SAVED)}
         live = {name: each for name, each in state.live.items() if name not in saved}
         prompt = {name: each if each.is_cpu else each.detach().clone() for name, each in state.prompt.items()}
         # What has the same size in every snapshot comes first, so that its place does not change.
         tensors = {**live, **saved, **prompt}
         outline = self._laid_out(capture.identity, role, state.document, tensors)
-        self._size, self._device = outline.size, _cuda_device(tensors.values())
-        try:
-            buffer = self._pool.take(outline.size)
-        except CheckpointError as error:
-            self._begin(self._prepare)
-            raise self._skipped(str(error)) from None
+        buffer = self._buffer(outline.size, _cuda_device(tensors.values()))
         known, buffer.saved = buffer.saved, {}
         sides = [_Side(device) for device in {each.device for each in tensors.values() if not each.is_cpu}]
         task = _Task(capture, role, state.document, tensors, live, outline, buffer, sides, known)
@@ -360,23 +333,39 @@ class Snapshots:
         ]
         for side in sides:
             copies = [(each, first) for _, each, first in rows if each.device == side.device]
-            task.begin(partial(side.copy, copies, buffer), at_once=buffer.is_pinned)
+            if buffer.is_pinned:
+                side.copy(copies, buffer)
+            else:
+                task.later.append(partial(side.copy, copies, buffer))
         on_host = [(each, first) for name, each, first in rows if each.is_cpu and name in live]
-        is_small = sum(each.nbytes for each, _ in on_host) <= _AT_ONCE
-        task.begin(partial(_copy, on_host, buffer), at_once=is_small)
+        if sum(each.nbytes for each, _ in on_host) <= _AT_ONCE:
+            _copy(on_host, buffer)
+        else:
+            task.later.append(partial(_copy, on_host, buffer))
         _copy([(each, first) for name, each, first in rows if each.is_cpu and name in prompt], buffer)
         task.fold()
         return task
+
+    def _buffer(self, size: int, device: torch.device | None) -> Buffer:
+        try:
+            if not self._idle.is_set():
+                raise CheckpointError("the capture before it is not over")
+            self._size = size
+            self._device = device
+            return self._pool.take(size)
+        except CheckpointError as error:
+            self.skip(str(error))
+            self.is_ready()  # prepares memory if that is what is missing
+            raise
 
     def _laid_out(
         self, identity: ShardIdentity, role: TrustLevel, document: Any, tensors: Mapping[str, torch.Tensor]
     ) -> Outline:
         """Where everything lies. The layout of the same tensors is not computed again."""
         described = [(name, name_of(each.dtype), tuple(each.shape)) for name, each in tensors.items()]
-        if described != self._described:
+        if described != self._outline.tensors:
             header = Outline(described, 0).header(identity, role, document)
             self._outline = Outline(described, max(self._outline.room, _header_room(header)))
-            self._described = described
         return self._outline
 
     def _complete(self, task: _Task) -> None:
@@ -421,7 +410,7 @@ class Snapshots:
 
     def _moved(self, task: _Task, header: bytes) -> Outline:
         """Move the tensors behind a header that has become longer than expected."""
-        before, after = task.outline, Outline(self._described, _header_room(header))
+        before, after = task.outline, Outline(task.outline.tensors, _header_room(header))
         self._outline, self._size = after, after.size
         if after.size > len(task.buffer.memory):
             raise CheckpointError(f"no memory for {after.size} bytes is ready")
@@ -473,8 +462,7 @@ def _require_unchanged(task: _Task) -> None:
     """Raise ``CheckpointError`` if the state has changed: see [Note: one state]."""
     with ExitStack() as streams:
         for side in task.sides:
-            side.wait()
-            streams.enter_context(side.stream())
+            streams.enter_context(side.work())
         if len(task.folds) == 1:  # no update follows, and all copies are complete
             task.folds.append(PendingSignatures(task.live.values()))
         signatures = read_signatures(task.folds)

@@ -15,6 +15,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from torchscout.checkpoint.storage import shards
+from torchscout.errors import CheckpointError
+
 __all__ = [
     "Cut",
     "Damage",
@@ -46,7 +49,7 @@ class FlipFileBit(Damage):
     bit: int = 3
 
     def happen(self, path: Path) -> None:
-        data = bytearray(path.read_bytes())
+        data = bytearray(_contents(path))
         data[min(int(self.at * len(data)), len(data) - 1)] ^= 1 << self.bit
         _rewrite(path, bytes(data))
 
@@ -59,7 +62,8 @@ class Cut(Damage):
     """The share of the file that is left."""
 
     def happen(self, path: Path) -> None:
-        _rewrite(path, path.read_bytes()[: int(self.at * path.stat().st_size)])
+        data = _contents(path)
+        _rewrite(path, data[: int(self.at * len(data))])
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +154,14 @@ _UNSHARED = ["unshare", "--user", "--map-root-user", "--mount"]
 
 def _aside(folder: Path) -> Path:
     return folder.with_suffix(".lost")
+
+
+def _contents(path: Path) -> bytes:
+    """The bytes of a file; of a shard, without the head room that follows it in memory."""
+    try:
+        return path.read_bytes()[: shards.inspect(path).size]
+    except CheckpointError:  # it is no shard, or damaged already
+        return path.read_bytes()
 
 
 def _rewrite(path: Path, data: bytes) -> None:

@@ -175,6 +175,7 @@ class Outline:
             raise ValueError("two tensors of a shard have the same name")
         # Offsets in the header count from its aligned end, so that its length does not change them.
         self._rows: list[dict[str, Any]] = []
+        self.tensors = tensors
         self.room = room
         self.start = PREFIX_BYTES + room
         """The offset of the header's end."""
