@@ -373,13 +373,11 @@ ROWS = [
         "the copy of another machine's state never arrives",
         given=Copy(arrives=False),
         must_come=either("not in files yet", "could not be written"),
-        wrong=wrong_today("checkpoint B3", says="in files"),
     ),
     Row(
         "the copy of another machine's state cannot be written to this machine's disk",
         given=Copy(disk_is_in_the_way=True),
         must_come=either("not in files yet", "could not be written"),
-        wrong=wrong_today("checkpoint B3", says="in files"),
     ),
     # The job dies while ranks write down a decision: what only some of them know does not count.
     Row(
