@@ -569,7 +569,6 @@ ROWS = [
         "a killed job starts again, and other programs have taken memory: what it had is still its own",
         given=Start(needs=40, is_second=True, taken=30),
         must_come=True,
-        wrong=wrong_today("seen, refused after a kill", says=False),
     ),
     # One run at a time; and all ranks, or none.
     Row("two runs of one job: the second is refused", given=TwoRuns(), must_come=1),
