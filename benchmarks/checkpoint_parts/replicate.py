@@ -25,8 +25,8 @@ from typing import Any, NamedTuple
 import torch
 
 from checkpoint_parts.job import Figures, Job, identity, in_memory, made, ms, not_measured, synchronize
+from torchscout.checkpoint.gate import TrustLevel
 from torchscout.checkpoint.snapshot.snapshots import Snapshots
-from torchscout.checkpoint.trust.generation import TrustLevel
 
 ROUNDS, WARM = 5, 1
 STEPS = 3

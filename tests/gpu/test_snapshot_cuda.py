@@ -11,12 +11,12 @@ import torch
 from torch import nn
 
 from tests.support.states import identity
+from torchscout.checkpoint.gate import TrustLevel
 from torchscout.checkpoint.snapshot.device_copy import Copies, Pinning, TensorCopy
 from torchscout.checkpoint.snapshot.snapshots import Snapshots
 from torchscout.checkpoint.state.restore import restore
 from torchscout.checkpoint.state.training_state import StateParts, collect
 from torchscout.checkpoint.storage import shards
-from torchscout.checkpoint.trust.generation import TrustLevel
 
 pytestmark = [
     pytest.mark.gpu,

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from tests.support.states import identity
+from torchscout.checkpoint.gate import TrustLevel
 from torchscout.checkpoint.snapshot.snapshots import Snapshots
 from torchscout.checkpoint.state.training_state import StateParts, collect
-from torchscout.checkpoint.trust.generation import TrustLevel
 
 
 def say(*words: object, log: Path | None = None) -> None:

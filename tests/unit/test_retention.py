@@ -8,18 +8,19 @@ import random
 import subprocess
 import sys
 import tempfile
+from collections.abc import Collection
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
+from torchscout.checkpoint.gate import Generation, TrustLevel
 from torchscout.checkpoint.storage import lock
 from torchscout.checkpoint.storage.memory import check_budget, memory_folder
-from torchscout.checkpoint.storage.retention import forget_old, kept_jobs, remove, retire
+from torchscout.checkpoint.storage.retention import forget_old, kept_jobs, remove
 from torchscout.checkpoint.storage.shard_files import ShardFile, shard_files
 from torchscout.checkpoint.storage.shard_format import ShardIdentity, encode
 from torchscout.checkpoint.storage.shards import path_of, write
-from torchscout.checkpoint.trust.generation import Generation, TrustLevel
 from torchscout.cli.main import app
 from torchscout.errors import CheckpointError
 
@@ -50,6 +51,10 @@ def full(tmp_path: Path) -> Path:
         for rank, holder in [(0, 0), (1, 1), (0, 1), (1, 0)]:
             put(tmp_path, generation, rank, holder)
     return tmp_path
+
+
+def retire(folder: Path, generations: Collection[Generation]) -> list[Path]:
+    return remove(shard_files(folder, generations.__contains__))
 
 
 def files(folder: Path) -> set[str]:
@@ -117,20 +122,11 @@ def test_only_the_named_generations_go_and_their_folders_with_them(full: Path):
     ]
 
 
-def test_a_rank_deletes_only_what_it_holds(full: Path):
-    retire(full, [Generation(2)], rank=1)
-    assert [(each.rank, each.holder) for each in shard_files(full)[:2]] == [(0, 0), (1, 0)]
-    assert len(shard_files(full)) == 14
-    retire(full, [Generation(2)], rank=0)
-    assert not (full / "step-0000000002.lineage-0").exists()
-
-
 def test_deleting_again_or_where_nothing_is_does_nothing(full: Path):
     gone = shard_files(full)
     assert retire(full, GENERATIONS)
     assert retire(full, GENERATIONS) == []
     assert len(remove(gone)) == len(gone), "what another has deleted meanwhile is deleted"
-    assert retire(full / "none", GENERATIONS) == []
 
 
 def test_a_folder_in_which_something_is_being_written_stays(full: Path):
@@ -150,12 +146,13 @@ def test_a_linked_folder_is_not_entered(full: Path, tmp_path_factory: pytest.Tem
 RETIRE = """
 import os, sys
 from pathlib import Path
-from torchscout.checkpoint.trust.generation import Generation
-from torchscout.checkpoint.storage.retention import retire
+from torchscout.checkpoint.gate import Generation
+from torchscout.checkpoint.storage.retention import remove
+from torchscout.checkpoint.storage.shard_files import shard_files
 from torchscout.errors import CheckpointError
 os.setuid(65534)
 try:
-    retire(sys.argv[1], [Generation(2), Generation(12)])
+    remove(shard_files(sys.argv[1], [Generation(2), Generation(12)].__contains__))
 except CheckpointError as error:
     print(error)
 """

@@ -16,11 +16,11 @@ from torch import nn
 
 from tests.support.small_job import until
 from tests.support.states import Job, all_bits, identity, seed
+from torchscout.checkpoint.gate import Generation, TrustLevel
 from torchscout.checkpoint.snapshot.snapshots import Capture, Snapshots
 from torchscout.checkpoint.state.training_state import State, StateParts, collect
 from torchscout.checkpoint.storage import shards
 from torchscout.checkpoint.storage.memory import check_budget, memory_folder
-from torchscout.checkpoint.trust.generation import Generation, TrustLevel
 from torchscout.errors import CheckpointError
 
 

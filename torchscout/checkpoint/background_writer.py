@@ -18,12 +18,12 @@ from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
 
+from torchscout.checkpoint.gate import Generation
 from torchscout.checkpoint.replication.replicator import Replicator
 from torchscout.checkpoint.snapshot.snapshots import Capture, Snapshots
 from torchscout.checkpoint.storage import shards
 from torchscout.checkpoint.storage.inventory import Member
 from torchscout.checkpoint.storage.shard_format import ShardIdentity
-from torchscout.checkpoint.trust.generation import Generation
 from torchscout.errors import CheckpointError
 
 __all__ = ["BackgroundWriter"]

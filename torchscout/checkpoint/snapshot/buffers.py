@@ -24,11 +24,11 @@ from pathlib import Path
 
 import torch
 
+from torchscout.checkpoint.gate import Generation
 from torchscout.checkpoint.snapshot.device_copy import Pinning
 from torchscout.checkpoint.storage import shards
 from torchscout.checkpoint.storage.shard_files import shard_files
 from torchscout.checkpoint.storage.shard_format import ShardIdentity
-from torchscout.checkpoint.trust.generation import Generation
 from torchscout.errors import CheckpointError
 
 __all__ = ["BufferPool", "SnapshotBuffer"]

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import torch
 
+from torchscout.checkpoint.gate import Generation, TrustLevel
 from torchscout.checkpoint.snapshot.buffers import BufferPool
 from torchscout.checkpoint.snapshot.device_copy import Copies, Stage, TensorCopy
 from torchscout.checkpoint.state.training_state import State
@@ -24,7 +25,6 @@ from torchscout.checkpoint.storage import shards
 from torchscout.checkpoint.storage.encoding import bytes_of, name_of
 from torchscout.checkpoint.storage.shard_format import Outline, ShardIdentity, digest, outline
 from torchscout.checkpoint.totals import Totals
-from torchscout.checkpoint.trust.generation import Generation, TrustLevel
 from torchscout.errors import CheckpointError, describe_error
 from torchscout.utils.cuda_graphs import ignore_other_threads
 
