@@ -351,7 +351,8 @@ class CheckpointConfig:
     """The folder for files, on each machine's own disk or a shared one; created if missing. Only one job at a
     time can use it."""
     memory_budget: int | None = None
-    """Bytes of a machine's memory that checkpoints may use; None is half of what is free at the start."""
+    """Bytes of a machine's memory that checkpoints may use; None is half of what is free at the
+    start, or what the job's earlier checkpoints take, if that is more."""
     replicate: bool = True
     """Keep a copy of every rank's state in the memory of another machine, if there is one."""
     persist_every: int = 10

@@ -13,8 +13,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from checkpoint_parts.job import CUDA, Figures, Job, alone, identity, in_memory, made, ms, synchronize
+from torchscout.checkpoint.gate import TrustLevel
 from torchscout.checkpoint.snapshot import Snapshots
-from torchscout.checkpoint.trust.generation import TrustLevel
 
 ROUNDS, WARM = 9, 3
 _SECONDS = 60.0

@@ -25,9 +25,9 @@ from typing import Any, NamedTuple
 import torch
 
 from checkpoint_parts.job import Figures, Job, identity, in_memory, made, ms, not_measured, synchronize
+from torchscout.checkpoint.gate import TrustLevel
 from torchscout.checkpoint.snapshot import Snapshots
 from torchscout.checkpoint.storage import shards
-from torchscout.checkpoint.trust.generation import TrustLevel
 
 ROUNDS, WARM = 5, 1
 STEPS = 3

@@ -20,13 +20,13 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from checkpoint_parts.job import MEMBER, Figures, Job, alone, identity, in_memory, made, ms, synchronize
+from torchscout.checkpoint.gate import TrustLevel
 from torchscout.checkpoint.resume.fetch import fetch
 from torchscout.checkpoint.resume.transfer import Links
 from torchscout.checkpoint.snapshot import Snapshots
 from torchscout.checkpoint.state.restore import restore as restore_state
 from torchscout.checkpoint.state.training_state import StateParts
 from torchscout.checkpoint.storage import shards
-from torchscout.checkpoint.trust.generation import TrustLevel
 from torchscout.communicators import Communicators
 
 ROUNDS, WARM = 5, 1

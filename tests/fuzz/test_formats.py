@@ -14,15 +14,14 @@ from typing import Any
 
 import pytest
 
+from tests.support.gates import train
 from tests.support.mutation import bytes_mutant, document_mutant, text_mutant, tried
-from tests.unit.test_gate import train
 from tests.unit.test_record import AGREEMENTS, EVIDENCE, INCIDENT, NOT_CHECKED, RESOLVED, TIMES
 from tests.unit.test_report import write_run
+from torchscout.checkpoint import ledger
+from torchscout.checkpoint.gate import CheckpointGate, Generation, TrustLevel
 from torchscout.checkpoint.storage.owner import Owner, refusal
 from torchscout.checkpoint.storage.shard_format import Blob, ShardIdentity, decode, encode
-from torchscout.checkpoint.trust import ledger
-from torchscout.checkpoint.trust.gate_state import CheckpointGate
-from torchscout.checkpoint.trust.generation import Generation, TrustLevel
 from torchscout.config import ObserverConfig, ReplayConfig, StragglerConfig
 from torchscout.decision.progress import CommGroup, Phase
 from torchscout.errors import CheckpointError, TornRecordError

@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import nn
 
+from torchscout.checkpoint.gate import Generation, TrustLevel
 from torchscout.checkpoint.snapshot import Capture, Snapshots
 from torchscout.checkpoint.state.restore import restore
 from torchscout.checkpoint.state.training_state import StateParts, collect
 from torchscout.checkpoint.storage import shards
 from torchscout.checkpoint.storage.shard_format import ShardIdentity
-from torchscout.checkpoint.trust.generation import Generation, TrustLevel
 
 pytestmark = [
     pytest.mark.gpu,

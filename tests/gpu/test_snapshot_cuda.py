@@ -12,11 +12,11 @@ from torch import nn
 
 from tests.support.states import identity
 from torchscout.checkpoint.buffers import Buffer
+from torchscout.checkpoint.gate import TrustLevel
 from torchscout.checkpoint.snapshot import Capture, Snapshots
 from torchscout.checkpoint.state.restore import restore
 from torchscout.checkpoint.state.training_state import State, StateParts, collect
 from torchscout.checkpoint.storage import shards
-from torchscout.checkpoint.trust.generation import TrustLevel
 
 pytestmark = [
     pytest.mark.gpu,

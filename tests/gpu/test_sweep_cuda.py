@@ -11,7 +11,7 @@ from torch import nn
 from tests.gpu.test_replay_cuda import RANKS, Net
 from tests.support.ranks import run_ranks
 from torchscout.attach import enable_resiliency
-from torchscout.checkpoint.trust.selection import SweepResult
+from torchscout.checkpoint.gate import SweepResult
 from torchscout.config import CheckpointConfig, Parallelism, ReplayConfig
 from torchscout.faults.injector import Injector
 from torchscout.faults.plan import FaultPlan

@@ -11,7 +11,7 @@ import pytest
 from tests.support.ranks import run_ranks
 from tests.support.replay_jobs import Job
 from tests.support.replayed_job import Block, Net
-from torchscout.checkpoint.trust.selection import SweepResult
+from torchscout.checkpoint.gate import SweepResult
 from torchscout.collectives.call import Call
 from torchscout.collectives.interceptor import Pending, listen
 from torchscout.config import CheckpointConfig, ReplayConfig

@@ -25,14 +25,12 @@ from tests.support.checkpoint_folders import (
     put_shard,
     rewrite,
 )
-from tests.unit.test_gate import train
+from tests.support.gates import train
+from torchscout.checkpoint import ledger
+from torchscout.checkpoint.gate import CheckpointGate, Generation, Recovered, transition
 from torchscout.checkpoint.storage import job_file, shards
 from torchscout.checkpoint.storage.lock import claim
 from torchscout.checkpoint.storage.shard_files import shard_files
-from torchscout.checkpoint.trust import ledger
-from torchscout.checkpoint.trust.gate import transition
-from torchscout.checkpoint.trust.gate_state import Recovered
-from torchscout.checkpoint.trust.generation import Generation
 from torchscout.cli.main import app
 from torchscout.utils.text import ranks_in_words
 
@@ -326,7 +324,7 @@ def test_the_verified_one_that_recovery_would_take_stays_when_the_newest_is_dama
 
 def test_what_any_rank_still_needs_stays(disk: Path):
     """Rank 0 has written down a promotion that the others have not."""
-    behind = train(ledger.CheckpointGate(recipes=2), "hhhhh")
+    behind = train(CheckpointGate(recipes=2), "hhhhh")
     for rank in (1, 2, 3):
         ledger.write(disk, rank, behind, job=JOB, world_size=4)
     report = ask("prune", disk, "--keep", "0")

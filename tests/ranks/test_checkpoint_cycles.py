@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tests.support.checkpoint_jobs import Plan, train
 from tests.support.ranks import run_ranks
-from torchscout.checkpoint.trust.generation import TrustLevel
+from torchscout.checkpoint.gate import TrustLevel
 from torchscout.faults.plan import FaultPlan
 
 RANKS = 2

@@ -20,8 +20,8 @@ from typer.testing import CliRunner
 from tests.ranks.test_log_of_jobs import keep_log, lines_of
 from tests.support.checkpoint_jobs import Plan, Result, train
 from tests.support.ranks import RankError, run_ranks
+from torchscout.checkpoint.gate import TrustLevel
 from torchscout.checkpoint.storage.shards import inspect
-from torchscout.checkpoint.trust.generation import TrustLevel
 from torchscout.cli.main import app
 from torchscout.faults.storage import Cut, Damage, FlipFileBit, copies, spoil
 

@@ -14,7 +14,7 @@ import pytest
 
 from tests.support.checkpoint_jobs import KillPlan, Plan, Result, killed_from_outside, reached, train
 from tests.support.ranks import RankError, run_ranks
-from torchscout.checkpoint.trust import ledger
+from torchscout.checkpoint import ledger
 from torchscout.run.folder import read_ends
 
 RANKS = 2
@@ -124,9 +124,9 @@ def test_a_job_that_could_never_capture_anything_says_so_and_can_start_again(tmp
         assert roles == [None, None, None, []]
         assert any("File too large" in one for one in each.status["problems"]), each.status
         assert plan.directory is not None
-        gate = ledger.read(plan.directory, rank)
-        assert gate is not None
-        assert (gate.latest, gate.verified) == (None, None)
+        found = ledger.inspect(plan.directory, rank)
+        assert found is not None
+        assert (found.gate.latest, found.gate.verified) == (None, None)
     went_on(plan, 0, None)
 
 

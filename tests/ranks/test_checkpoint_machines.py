@@ -12,7 +12,7 @@ from tests.support.checkpoint_jobs import Plan, Result, reached, train
 from tests.support.machines import Machine, machines, why_impossible
 from tests.support.ranks import run_ranks
 from tests.support.spread_checkpoints import spread
-from torchscout.checkpoint.trust.generation import TrustLevel
+from torchscout.checkpoint.gate import TrustLevel
 
 pytestmark = pytest.mark.skipif(why_impossible() is not None, reason=str(why_impossible()))
 

@@ -18,9 +18,9 @@ from tests.support.checkpoint_jobs import KillPlan, Plan, Result, killed_from_ou
 from tests.support.ranks import RankError, run_ranks
 from tests.support.small_job import until
 from tests.support.spread_checkpoints import outcomes
+from torchscout.checkpoint import ledger
 from torchscout.checkpoint.storage import shards
 from torchscout.checkpoint.storage.lock import claim
-from torchscout.checkpoint.trust import ledger
 from torchscout.faults.plan import FaultPlan
 from torchscout.faults.storage import can_fill_disks, on_a_small_disk, restore_folder
 from torchscout.report.standing import examined
@@ -187,9 +187,9 @@ def test_after_corruption_nothing_is_certified_and_a_restart_is_bitwise_clean(tm
     found = {shards.inspect(path).identity.generation.step for path in tmp_path.rglob("*.shard")}
     assert max(found) == 4, "nothing newer was captured"
     for path in plan.memory.glob("*/rank-*.ledger"):
-        gate = ledger.read(path.parent, int(path.stem.removeprefix("rank-")))
-        assert gate is not None
-        assert gate.poisoned == 5
+        found = ledger.inspect(path.parent, int(path.stem.removeprefix("rank-")))
+        assert found is not None
+        assert found.gate.poisoned == 5
     results = run_ranks(train, 2, replace(plan, run_dir=tmp_path / "again"), timeout=60)
     healthy = alone(plan)
     for each, theirs, _ in zip(results, healthy, broken, strict=True):

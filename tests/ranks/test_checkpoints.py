@@ -13,8 +13,7 @@ import pytest
 
 from tests.support.checkpoint_jobs import Plan, Result, reached, train
 from tests.support.ranks import RankError, run_ranks
-from torchscout.checkpoint.trust.generation import TrustLevel
-from torchscout.checkpoint.trust.selection import SweepResult
+from torchscout.checkpoint.gate import SweepResult, TrustLevel
 
 RANKS = 2
 

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from tests.support.ranks import run_ranks
 from tests.support.replica_ranks import files, identity, seal
+from torchscout.checkpoint.gate import Generation, TrustLevel
 from torchscout.checkpoint.replication.placement import replica_holders
 from torchscout.checkpoint.resume.fetch import fetch
 from torchscout.checkpoint.resume.plan import Listing
@@ -25,7 +26,6 @@ from torchscout.checkpoint.storage import shards
 from torchscout.checkpoint.storage.inventory import Member, Tier, inventory
 from torchscout.checkpoint.storage.shard_format import ShardIdentity, encode
 from torchscout.checkpoint.storage.shards import inspect, path_of, verify, write
-from torchscout.checkpoint.trust.generation import Generation, TrustLevel
 from torchscout.communicators import Communicators
 from torchscout.errors import ChannelError, CheckpointError, DamagedError
 

@@ -10,8 +10,7 @@ import pytest
 
 from tests.support.mixture_jobs import Outcome, Trial, train
 from tests.support.ranks import RankError, run_ranks
-from torchscout.checkpoint.trust.generation import TrustLevel
-from torchscout.checkpoint.trust.selection import SweepResult
+from torchscout.checkpoint.gate import SweepResult, TrustLevel
 from torchscout.config import ReplayConfig
 from torchscout.decision.types import Scope
 from torchscout.faults.plan import FaultPlan

@@ -14,7 +14,7 @@ import pytest
 from tests.support.hangs import incidents
 from tests.support.ranks import run_ranks
 from tests.support.replay_jobs import Job, bytes_of, records, steps_of
-from torchscout.checkpoint.trust.generation import TrustLevel
+from torchscout.checkpoint.gate import TrustLevel
 from torchscout.collectives.call import Call
 from torchscout.collectives.interceptor import Pending, listen
 from torchscout.config import CheckpointConfig, ReplayConfig

@@ -18,8 +18,8 @@ from tests.support.checkpoint_remains import History, newest_complete, whole
 from tests.support.machines import Machine, machines, why_impossible
 from tests.support.small_job import until
 from tests.support.spread_checkpoints import outcomes, spread, started, trainers
-from torchscout.checkpoint.trust import ledger
-from torchscout.checkpoint.trust.generation import Generation
+from torchscout.checkpoint import ledger
+from torchscout.checkpoint.gate import Generation
 
 pytestmark = pytest.mark.skipif(why_impossible() is not None, reason=str(why_impossible()))
 
@@ -56,8 +56,8 @@ def half_come(host: Machine, after: int) -> list[Path]:
 
 def is_durable(folder: Path) -> bool:
     """Whether rank 0 knows of a generation that every rank has written."""
-    gate = ledger.read(folder, 0)
-    return gate is not None and gate.durable != ()
+    found = ledger.inspect(folder, 0)
+    return found is not None and found.gate.in_files != ()
 
 
 def until_on_its_way(hosts: Sequence[Machine], life: Plan) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from tests.support.ranks import RankError, run_ranks
 from tests.support.reshard_jobs import Job, Outcome, damage, train
-from torchscout.checkpoint.trust.generation import TrustLevel
+from torchscout.checkpoint.gate import TrustLevel
 
 STEPS = 3
 

@@ -17,7 +17,7 @@ from torchscout.checkpoint.storage.shards import clean, verify
 WRITER = """
 import sys
 from pathlib import Path
-from torchscout.checkpoint.trust.generation import Generation, TrustLevel
+from torchscout.checkpoint.gate import Generation, TrustLevel
 from torchscout.checkpoint.storage.shard_format import Blob, ShardIdentity, encode
 from torchscout.checkpoint.storage.shards import write
 from torchscout.errors import CheckpointError

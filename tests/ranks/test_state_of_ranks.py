@@ -21,9 +21,9 @@ from torch.nn.parallel import DistributedDataParallel
 from tests.support.ranks import run_ranks
 from tests.support.replayed_job import Net, batch, loss_of
 from tests.support.states import Job, all_bits, identity, interrupted, streams, through_bytes
+from torchscout.checkpoint.gate import TrustLevel
 from torchscout.checkpoint.snapshot import Capture, Snapshots
 from torchscout.checkpoint.storage import shards
-from torchscout.checkpoint.trust.generation import TrustLevel
 from torchscout.errors import CheckpointError
 
 LAYOUTS = [

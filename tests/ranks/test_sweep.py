@@ -12,8 +12,7 @@ import pytest
 
 from tests.support.checkpoint_jobs import Plan, Result, train
 from tests.support.ranks import RankError, run_ranks
-from torchscout.checkpoint.trust.generation import TrustLevel
-from torchscout.checkpoint.trust.selection import SweepResult
+from torchscout.checkpoint.gate import SweepResult, TrustLevel
 from torchscout.faults.plan import FaultPlan
 
 RANKS = 3

@@ -13,7 +13,7 @@ import pytest
 
 from tests.support.checkpoint_jobs import Plan, Result, train
 from tests.support.ranks import RankError, run_ranks
-from torchscout.checkpoint.trust.generation import TrustLevel
+from torchscout.checkpoint.gate import TrustLevel
 from torchscout.faults.plan import FaultPlan
 
 RANKS = 3

@@ -395,9 +395,6 @@ ROWS = [
             [Loaded(8, "verified"), Loaded(8, "verified")],
             [Loaded(8, "verified"), Loaded(6, "verified")],
         ),
-        wrong=wrong_today(
-            "seen, both ledgers of a rank", says=[Loaded(6, "verified"), Loaded(8, "verified")]
-        ),
     ),
     Row(
         "the ledger in memory is lost: the one in files says the same",
@@ -521,9 +518,6 @@ ROWS = [
         "a killed job starts again with fewer ranks: nothing is left of those that are gone, either",
         given=Job(then=3, now=2),
         must_come=Resumed(5, "verified", is_bitwise=True, left=()),
-        wrong=wrong_today(
-            "checkpoint B7", says=Resumed(5, "verified", is_bitwise=True, left=("files", "memory"))
-        ),
         marks=[pytest.mark.long],
     ),
     Row(
@@ -569,7 +563,6 @@ ROWS = [
         "a killed job starts again, and other programs have taken memory: what it had is still its own",
         given=Start(needs=40, is_second=True, taken=30),
         must_come=True,
-        wrong=wrong_today("seen, refused after a kill", says=False),
     ),
     # One run at a time; and all ranks, or none.
     Row("two runs of one job: the second is refused", given=TwoRuns(), must_come=1),

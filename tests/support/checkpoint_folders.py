@@ -9,13 +9,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.unit.test_gate import train
+from tests.support.gates import train
+from torchscout.checkpoint import ledger
+from torchscout.checkpoint.gate import Checked, CheckpointGate, Generation, Outcome, TrustLevel, transition
 from torchscout.checkpoint.storage.shard_format import Blob, ShardIdentity, encode
 from torchscout.checkpoint.storage.shards import path_of, write
-from torchscout.checkpoint.trust import ledger
-from torchscout.checkpoint.trust.gate import CheckpointGate, transition
-from torchscout.checkpoint.trust.gate_state import Checked, Outcome
-from torchscout.checkpoint.trust.generation import Generation, TrustLevel
 
 JOB, RANKS = "llm-41f0", 4
 GATE, _ = transition(train(CheckpointGate(recipes=2), "hhhhhh"), Checked(7, Outcome.HEALTHY))

@@ -31,7 +31,7 @@ from tests.support.replay_results import local_of
 from tests.support.replayed_job import Net, batch
 from tests.support.small_job import until
 from torchscout.attach import enable_resiliency
-from torchscout.checkpoint.trust.generation import TrustLevel
+from torchscout.checkpoint.gate import TrustLevel
 from torchscout.config import CheckpointConfig, ReplayConfig
 from torchscout.faults.injector import Injector
 from torchscout.faults.plan import FaultPlan

@@ -12,9 +12,9 @@ from pathlib import Path
 
 from tests.support.checkpoint_jobs import Plan, reached, train
 from tests.support.ranks import run_ranks
+from torchscout.checkpoint import ledger
+from torchscout.checkpoint.gate import CheckpointGate, Generation
 from torchscout.checkpoint.storage import shards
-from torchscout.checkpoint.trust import ledger
-from torchscout.checkpoint.trust.generation import Generation
 
 
 def newest_complete(folders: Sequence[Path], ranks: int) -> int:
@@ -43,11 +43,10 @@ def whole(folders: Sequence[Path]) -> dict[Generation, set[int]]:
     return found
 
 
-def _written_down(folders: Sequence[Path], rank: int) -> ledger.CheckpointGate | None:
+def _written_down(folders: Sequence[Path], rank: int) -> CheckpointGate | None:
     """What a rank had written down last."""
-    found = [ledger.read(folder, rank) for folder in folders]
-    known = [each for each in found if each is not None]
-    return ledger.newest(known) if known else None
+    found = [ledger.inspect(folder, rank) for folder in folders]
+    return ledger.newest([each.gate for each in found if each is not None])
 
 
 @dataclass

@@ -19,11 +19,11 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from torchscout.checkpoint.gate import Generation, TrustLevel
 from torchscout.checkpoint.replication import messages as wire
 from torchscout.checkpoint.replication.streams import PIECE, Secret
 from torchscout.checkpoint.storage.shard_format import Blob, ShardIdentity, encode
 from torchscout.checkpoint.storage.shards import path_of, write
-from torchscout.checkpoint.trust.generation import Generation, TrustLevel
 from torchscout.utils.aes_gcm import TAG_BYTES, AesGcm
 from torchscout.utils.listener import MAGIC
 
@@ -31,7 +31,7 @@ PATIENCE = 1.0
 _PROGRAM = """
 import json, sys
 from pathlib import Path
-from torchscout.checkpoint.trust.generation import Generation
+from torchscout.checkpoint.gate import Generation
 from torchscout.checkpoint.replication.replicator import Replicator
 
 rank, memory, token, port, patience = sys.argv[1:]

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from tests.support.states import identity
+from torchscout.checkpoint.gate import TrustLevel
 from torchscout.checkpoint.snapshot import Snapshots
 from torchscout.checkpoint.state.training_state import StateParts, collect
 from torchscout.checkpoint.storage import shards
-from torchscout.checkpoint.trust.generation import TrustLevel
 
 
 def say(*words: object, log: Path | None = None) -> None:

@@ -8,12 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from torchscout.checkpoint.trust.gate_state import Outcome
+from torchscout.checkpoint.gate import Outcome
 from torchscout.config import ReplayConfig
 from torchscout.replay.recipes.experts import ExpertsRecipe
 from torchscout.replay.schedule import MOST_TOGETHER, Alike, OverheadBudget, PathOrder, Rotation
-from torchscout.session.checkpoints.certifier import CertifiedSteps
-from torchscout.session.checkpoints.promotion import CheckCoverage
+from torchscout.session.checkpoints.certifier import CertifiedSteps, CheckCoverage
 from torchscout.session.replay.coverage import RecipeCycle
 from torchscout.session.replay.pace import EXPERTS, Pace, PaceVote
 

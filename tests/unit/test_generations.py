@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from tests.support.replica_ranks import identity, seal
+from torchscout.checkpoint.gate import Generation
 from torchscout.checkpoint.resume.plan import Listing, ShardLocation, Source, agree
 from torchscout.checkpoint.storage.inventory import FoundShard, Inventory, Member, Tier, inventory
 from torchscout.checkpoint.storage.shards import path_of
-from torchscout.checkpoint.trust.generation import Generation
 from torchscout.errors import CheckpointError
 
 NEW, OLD = Generation(8), Generation(6)

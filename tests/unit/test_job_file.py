@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from torchscout.checkpoint import ledger
+from torchscout.checkpoint.gate import CheckpointGate
 from torchscout.checkpoint.storage import job_file
-from torchscout.checkpoint.trust import ledger
-from torchscout.checkpoint.trust.gate import CheckpointGate
 from torchscout.config import JOB_NAME
 from torchscout.errors import CheckpointError
 

@@ -13,10 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.test_gate import train
-from torchscout.checkpoint.storage.shard_format import digest
-from torchscout.checkpoint.trust import ledger
-from torchscout.checkpoint.trust.gate_state import CheckpointGate
+from tests.support.gates import train
+from torchscout.checkpoint import ledger
+from torchscout.checkpoint.gate import CheckpointGate, Generation, Recovered, transition
+from torchscout.checkpoint.ledger import Ledgers
+from torchscout.checkpoint.storage.inventory import Member, Tier
+from torchscout.checkpoint.storage.shard_format import ShardIdentity, digest
+from torchscout.checkpoint.storage.shards import path_of
 from torchscout.errors import CheckpointError, DamagedError
 
 FIRST = train(CheckpointGate(recipes=2), "hhh")
@@ -26,6 +29,11 @@ SECOND = train(CheckpointGate(recipes=2), "hhhhx")
 def write(folder: Path, gate: CheckpointGate, rank: int = 1, job: str = "job", world_size: int = 4) -> Path:
     ledger.write(folder, rank, gate, job=job, world_size=world_size)
     return ledger.path_of(folder, rank)
+
+
+def read(folder: Path, rank: int, job: str | None = None) -> CheckpointGate | None:
+    found = ledger.inspect(folder, rank, job=job)
+    return None if found is None else found.gate
 
 
 def flipped(data: bytes, bit: int) -> bytes:
@@ -49,18 +57,18 @@ def previous(path: Path) -> Path:
 
 def test_the_last_write_is_read(tmp_path: Path):
     path = write(tmp_path / "made" / "on the way", FIRST)
-    assert ledger.read(path.parent, 1) == FIRST
+    assert read(path.parent, 1) == FIRST
     write(path.parent, SECOND)
-    assert ledger.read(path.parent, 1) == SECOND
-    assert ledger.inspect(path.parent, 1) == ledger.Ledger("job", 4, 1, SECOND)
+    assert read(path.parent, 1) == SECOND
+    assert ledger.inspect(path.parent, 1) == ledger.Ledger("job", 4, 1, SECOND, before=FIRST)
     assert names(path.parent) == ["rank-1.ledger", "rank-1.ledger.previous"], "nothing else is left"
     assert stat.S_IMODE(path.stat().st_mode) == 0o400
 
 
 def test_reading_an_empty_folder_gives_nothing(tmp_path: Path):
     write(tmp_path, FIRST, rank=2)
-    assert ledger.read(tmp_path, 1) is None
-    assert ledger.read(tmp_path / "none", 1) is None
+    assert read(tmp_path, 1) is None
+    assert read(tmp_path / "none", 1) is None
     assert ledger.ranks_in(tmp_path) == [2]
 
 
@@ -83,7 +91,7 @@ def test_a_torn_file_falls_back_to_the_one_before(tmp_path: Path):
     data = path.read_bytes()
     for length in (0, 1, 100, len(data) - 40, len(data) - 2, len(data) - 1):
         put(path, data[:length])
-        assert ledger.read(tmp_path, 1) == FIRST
+        assert read(tmp_path, 1) == FIRST
 
 
 def test_a_missing_file_falls_back_to_the_one_before(tmp_path: Path):
@@ -101,10 +109,10 @@ def test_two_damaged_files_are_an_error_that_names_both(tmp_path: Path):
     put(path, flipped(path.read_bytes(), 77))
     put(previous(path), b"")
     with pytest.raises(DamagedError, match=r"rank-1\.ledger is .*rank-1\.ledger\.previous is "):
-        ledger.read(tmp_path, 1)
+        read(tmp_path, 1)
     previous(path).unlink()
     with pytest.raises(DamagedError, match=r"rank-1\.ledger is "):
-        ledger.read(tmp_path, 1)
+        read(tmp_path, 1)
 
 
 def test_a_damaged_file_does_not_displace_the_whole_one_before(tmp_path: Path):
@@ -113,7 +121,7 @@ def test_a_damaged_file_does_not_displace_the_whole_one_before(tmp_path: Path):
     put(path, flipped(path.read_bytes(), 77))
     write(tmp_path, SECOND)
     put(path, b"")
-    assert ledger.read(tmp_path, 1) == FIRST
+    assert read(tmp_path, 1) == FIRST
 
 
 def forged(**changes: object) -> bytes:
@@ -127,20 +135,20 @@ def test_an_intact_file_with_wrong_fields_is_refused_without_fallback(tmp_path, 
     write(tmp_path, FIRST)
     put(write(tmp_path, SECOND), forged(**changes))
     with pytest.raises(CheckpointError, match=message) as caught:
-        ledger.read(tmp_path, 1)
+        read(tmp_path, 1)
     assert not isinstance(caught.value, DamagedError)
 
 
 def test_another_jobs_ledger_is_refused_when_a_job_is_given(tmp_path: Path):
     write(tmp_path, FIRST, job="theirs")
-    assert ledger.read(tmp_path, 1) == FIRST
+    assert read(tmp_path, 1) == FIRST
     with pytest.raises(CheckpointError, match=r"rank-1\.ledger belongs to job 'theirs', not to 'ours'"):
-        ledger.read(tmp_path, 1, job="ours")
+        read(tmp_path, 1, job="ours")
 
 
 NONSENSE = [
     {"gate": None},
-    {"gate": {**FIRST.to_json(), "accepted": 2}},
+    {"gate": {**FIRST.to_json(), "accepted_recipes": 2}},
     {"gate": {**FIRST.to_json(), "more": 1}},
     {"job": 3},
     {"world_size": 1},
@@ -155,24 +163,24 @@ def test_a_sealed_file_that_makes_no_sense_is_damaged(tmp_path: Path):
     for data in [*sealed, *(forged(**changes) for changes in NONSENSE)]:
         put(ledger.path_of(tmp_path, 1), data)
         with pytest.raises(DamagedError):
-            ledger.read(tmp_path, 1)
+            read(tmp_path, 1)
 
 
 def test_a_path_that_is_not_a_file_is_an_error_and_does_not_block(tmp_path: Path):
     os.mkfifo(ledger.path_of(tmp_path, 0))
     with pytest.raises(DamagedError):
-        ledger.read(tmp_path, 0)
+        read(tmp_path, 0)
     ledger.path_of(tmp_path, 1).mkdir()
     with pytest.raises(CheckpointError, match=r"cannot read .*rank-1\.ledger: Is a directory"):
-        ledger.read(tmp_path, 1)
+        read(tmp_path, 1)
     with pytest.raises(CheckpointError, match=r"cannot read .*rank-1\.ledger: Is a directory"):
         write(tmp_path, FIRST)
 
 
 WRITER = """
 import itertools, sys
-from torchscout.checkpoint.trust import ledger
-from torchscout.checkpoint.trust.gate_state import CheckpointGate
+from torchscout.checkpoint import ledger
+from torchscout.checkpoint.gate import CheckpointGate
 print("writing", flush=True)
 for step in itertools.count(int(sys.argv[2])):
     ledger.write(sys.argv[1], 0, CheckpointGate(step=step), job="job", world_size=1)
@@ -208,8 +216,8 @@ def test_a_failed_write_leaves_what_was_there(tmp_path: Path):
     limited = f"""
 import resource
 resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
-from torchscout.checkpoint.trust import ledger
-from torchscout.checkpoint.trust.gate_state import CheckpointGate
+from torchscout.checkpoint import ledger
+from torchscout.checkpoint.gate import CheckpointGate
 from torchscout.errors import CheckpointError
 try:
     ledger.write({str(tmp_path)!r}, 1, CheckpointGate(), job="job", world_size=4)
@@ -222,3 +230,42 @@ except CheckpointError as error:
     found = ledger.inspect(tmp_path, 1)
     assert found == ledger.Ledger("job", 4, 1, FIRST)
     assert names(tmp_path) == ["rank-1.ledger"]
+
+
+def shard(folder: Path, step: int, lineage: int, rank: int, holder: int, of: int = 2) -> Path:
+    whose = ShardIdentity(job="job", mesh="m", world_size=of, rank=rank, generation=Generation(step, lineage))
+    path = path_of(folder, whose, holder)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.touch()
+    return path
+
+
+def test_a_rank_deletes_what_it_keeps_and_no_ledger_names(tmp_path: Path):
+    memory, disk = tmp_path / "memory", tmp_path / "disk"
+    gate, _ = transition(train(CheckpointGate(keep=0), "hh"), Recovered(Generation(2)))
+    gate = train(gate, "h")
+    ledgers = Ledgers(Member(job="job", mesh="m", world_size=2, rank=0), memory, disk)
+    for tier in Tier:
+        ledgers.write(tier, gate)
+    for folder, tier in ((memory, Tier.MEMORY), (disk, Tier.DISK)):
+        named = [shard(folder, 3, 1, 0, 0), shard(folder, 3, 1, 1, 0)]
+        of_others = [shard(folder, 1, 0, 1, 1), shard(folder, 9, 1, 1, 1), shard(folder, 9, 1, 0, 1)]
+        copy = shard(folder, 9, 1, 1, 0)
+        unneeded = [shard(folder, 9, 1, 0, 0), shard(folder, 1, 0, 0, 0), shard(folder, 1, 0, 1, 0)]
+        of_ranks_that_are_gone = [shard(folder, 1, 0, 2, 2, of=3), shard(folder, 1, 0, 0, 2, of=3)]
+        ledgers.delete_unneeded(tier, gate)
+        assert all(each.exists() for each in [*named, *of_others])
+        assert not any(each.exists() for each in [*unneeded, *of_ranks_that_are_gone])
+        assert copy.exists() == (tier is Tier.MEMORY), "in memory its owner has it deleted"
+
+
+def test_ledgers_of_ranks_that_are_gone_stay_until_this_rank_has_written_its_own(tmp_path: Path):
+    for rank in range(3):
+        write(tmp_path, FIRST, rank=rank)
+    gate, _ = transition(FIRST, Recovered(FIRST.latest))
+    ledgers = Ledgers(Member(job="job", mesh="m", world_size=2, rank=0), tmp_path, tmp_path, (FIRST, FIRST))
+    ledgers.delete_other_ranks(gate)
+    assert ledger.ranks_in(tmp_path) == [0, 1, 2]
+    ledgers.write(Tier.DISK, gate)
+    ledgers.delete_other_ranks(gate)
+    assert ledger.ranks_in(tmp_path) == [0, 1]

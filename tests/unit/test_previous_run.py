@@ -21,10 +21,9 @@ from tests.support.checkpoint_folders import (
     put_shard,
     rewrite,
 )
+from torchscout.checkpoint import ledger
+from torchscout.checkpoint.gate import CheckpointGate, Generation
 from torchscout.checkpoint.storage.inventory import Member
-from torchscout.checkpoint.trust import ledger
-from torchscout.checkpoint.trust.gate import CheckpointGate
-from torchscout.checkpoint.trust.generation import Generation
 from torchscout.session.checkpoints.resharding import previous_of_any_size
 from torchscout.session.checkpoints.resumption import PreviousRun
 

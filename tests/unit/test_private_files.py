@@ -11,10 +11,10 @@ import pytest
 
 from tests.unit.test_record import INCIDENT
 from tests.unit.test_stacks import SIGNAL
+from torchscout.checkpoint import ledger
+from torchscout.checkpoint.gate import CheckpointGate
 from torchscout.checkpoint.storage import lock, lock_by_name, shards
 from torchscout.checkpoint.storage.owner import Owner
-from torchscout.checkpoint.trust import ledger
-from torchscout.checkpoint.trust.gate_state import CheckpointGate
 from torchscout.errors import CheckpointError
 from torchscout.observer import monitor, stacks
 from torchscout.observer.record import directory

@@ -12,9 +12,9 @@ import torch
 import xxhash
 
 from tests.support.states import blob_of
+from torchscout.checkpoint.gate import Generation, TrustLevel
 from torchscout.checkpoint.storage.encoding import bytes_of, dtype_named, room_for
 from torchscout.checkpoint.storage.shard_format import ITEM_BYTES, Blob, ShardIdentity, decode, encode, parse
-from torchscout.checkpoint.trust.generation import Generation, TrustLevel
 from torchscout.errors import CheckpointError, DamagedError
 
 IDENTITY = ShardIdentity(

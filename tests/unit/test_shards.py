@@ -15,10 +15,10 @@ import pytest
 import torch
 
 from tests.support.states import save
+from torchscout.checkpoint.gate import Generation, TrustLevel
 from torchscout.checkpoint.storage.memory import check_budget
 from torchscout.checkpoint.storage.shard_format import ShardIdentity, decode, encode
 from torchscout.checkpoint.storage.shards import clean, inspect, load, path_of, verify, write
-from torchscout.checkpoint.trust.generation import Generation, TrustLevel
 from torchscout.errors import CheckpointError, DamagedError
 
 IDENTITY = ShardIdentity(job="job", mesh="replica=2", world_size=2, rank=1, generation=Generation(12))

@@ -15,10 +15,10 @@ import torch
 from torch import nn
 
 from tests.support.states import Job, all_bits, identity, seed
+from torchscout.checkpoint.gate import Generation, TrustLevel
 from torchscout.checkpoint.snapshot import Capture, Snapshots
 from torchscout.checkpoint.state.training_state import SCOUT_PREFIX, State, StateParts, collect
 from torchscout.checkpoint.storage import shards
-from torchscout.checkpoint.trust.generation import Generation, TrustLevel
 
 MIB = 1 << 20
 

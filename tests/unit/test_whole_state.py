@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import nn
 
+from torchscout.checkpoint.gate import Generation, TrustLevel
 from torchscout.checkpoint.reshard.whole_state import WholeState, describe, public_name
 from torchscout.checkpoint.state.training_state import StateParts, collect
 from torchscout.checkpoint.storage import shards
 from torchscout.checkpoint.storage.encoding import bytes_of, name_of
 from torchscout.checkpoint.storage.shard_format import Blob, ShardIdentity, encode
-from torchscout.checkpoint.trust.generation import Generation, TrustLevel
 from torchscout.errors import CheckpointError
 
 

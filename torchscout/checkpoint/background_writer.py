@@ -18,12 +18,12 @@ from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
 
+from torchscout.checkpoint.gate import Generation
 from torchscout.checkpoint.replication.replicator import Replicator
 from torchscout.checkpoint.snapshot import Capture, Snapshots
 from torchscout.checkpoint.storage import shards
 from torchscout.checkpoint.storage.inventory import Member
 from torchscout.checkpoint.storage.shard_format import ShardIdentity
-from torchscout.checkpoint.trust.generation import Generation
 from torchscout.errors import CheckpointError
 
 __all__ = ["BackgroundWriter"]
@@ -79,6 +79,8 @@ class BackgroundWriter:
 
         One that is not due is skipped if replication cannot keep up.
         """
+        if is_due:
+            self._written.clear()  # nobody asks for older ones any more
         if is_due or self._has_time():
             self._pending.add(capture.identity.generation)
             self._tasks.put(lambda: self._process(capture, is_due))
@@ -215,19 +217,23 @@ class BackgroundWriter:
         self._settle(generation)
 
     def _look_for_copies(self) -> None:
-        """Write copies that have arrived; give up those that make no progress."""
+        """Write copies that have arrived; give up those that make no progress.
+
+        Either failure means that the generation is not in files. The next one that is due may be.
+        """
         for each in list(self._expected):
+            rank, generation = each.identity.rank, each.identity.generation
             held = shards.path_of(self._memory, each.identity, self._member.rank)
             if held.exists():
                 target = shards.path_of(self._disk, each.identity, self._member.rank)
-                self._attempt(partial(_copy, held, target))
+                problem = self._attempt(partial(_copy, held, target))
             elif self._may_come(each):
                 continue
             else:
-                rank, generation = each.identity.rank, each.identity.generation
-                self._problems.append(f"the copy of rank {rank}'s {generation} did not arrive")
+                problem = f"the copy of rank {rank}'s {generation} did not arrive"
+                self._problems.append(problem)
             self._expected.remove(each)
-            self._settle(each.identity.generation)
+            self._settle(generation, problem)
 
     def _may_come(self, expected: _Expected) -> bool:
         now = time.monotonic()
@@ -235,9 +241,11 @@ class BackgroundWriter:
             expected.progressed = now
         return now - expected.progressed < min(self._timeout, _SILENCE_SECONDS)
 
-    def _settle(self, generation: Generation) -> None:
-        if all(each.identity.generation != generation for each in self._expected):
-            self._written[generation] = None
+    def _settle(self, generation: Generation, problem: str | None = None) -> None:
+        if problem is not None:
+            self._written[generation] = problem
+        elif all(each.identity.generation != generation for each in self._expected):
+            self._written.setdefault(generation, None)
 
 
 def _copy(source: Path, target: Path) -> None:

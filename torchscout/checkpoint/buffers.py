@@ -30,10 +30,10 @@ from typing import Any
 
 import torch
 
+from torchscout.checkpoint.gate import Generation
 from torchscout.checkpoint.storage import shards
 from torchscout.checkpoint.storage.shard_files import shard_files
 from torchscout.checkpoint.storage.shard_format import ShardIdentity
-from torchscout.checkpoint.trust.generation import Generation
 from torchscout.errors import CheckpointError
 
 __all__ = ["Buffer", "BufferPool"]

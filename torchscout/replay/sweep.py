@@ -3,7 +3,7 @@
 Every target of every recipe is replayed, on the call that was saved when it was last replayed. Of experts
 that are alike, each is replayed at least once, and so is each shape. Small targets are replayed together,
 because ranks wait for each other as often for several as for one.
-``checkpoint.trust.selection`` decides from the results whether a checkpoint is used.
+``checkpoint.gate`` decides from the results whether a checkpoint is used.
 """
 
 from __future__ import annotations

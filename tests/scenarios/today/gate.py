@@ -8,7 +8,7 @@ import threading
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -17,23 +17,25 @@ from torch import nn
 from tests.support.incidents import incident_from
 from tests.support.replica_ranks import identity, seal
 from tests.support.small_job import until
+from torchscout.checkpoint import ledger
 from torchscout.checkpoint.background_writer import BackgroundWriter
+from torchscout.checkpoint.gate import CheckpointGate, Generation, Outcome, Recovered, TrustLevel, transition
 from torchscout.checkpoint.snapshot import Snapshots
 from torchscout.checkpoint.state.training_state import StateParts, collect
 from torchscout.checkpoint.storage import shards
 from torchscout.checkpoint.storage.inventory import Member
-from torchscout.checkpoint.trust import ledger
-from torchscout.checkpoint.trust.certification import CheckVote, events_of, outcome_of
-from torchscout.checkpoint.trust.gate import CheckpointGate, transition
-from torchscout.checkpoint.trust.gate_state import Event as GateEvent
-from torchscout.checkpoint.trust.gate_state import Outcome, Realigned, Recovered
-from torchscout.checkpoint.trust.generation import Generation, TrustLevel
 from torchscout.decision.consensus import exact, statistical
 from torchscout.decision.repeatability import NONDETERMINISTIC, REFUSED, UNDECIDED
 from torchscout.decision.sdc import FAILED
 from torchscout.decision.types import EvidenceRecord, Incident, Manifestation, Verdict
 from torchscout.errors import CheckpointError
-from torchscout.session.checkpoints.promotion import CheckCoverage, PromotionRule
+from torchscout.session.checkpoints.certifier import (
+    CheckCoverage,
+    CheckVote,
+    PromotionRule,
+    events_of,
+    outcome_of,
+)
 
 if TYPE_CHECKING:
     from tests.scenarios.test_gate import Copy, Event, History, Write
@@ -50,7 +52,7 @@ def trusted(history: History) -> Roles:
 
 
 def in_files(history: History) -> tuple[int, ...]:
-    return tuple(each.step for each in _followed(history).found_by_the_next_job().durable)
+    return tuple(each.step for each in _followed(history).found_by_the_next_job().in_files)
 
 
 @dataclass
@@ -69,34 +71,29 @@ class _Job:
         worth = rule.worth(CheckCoverage(event.recipes, event.state))
         votes = [self._vote(rank, event).votes() for rank in range(len(self.gates))]
         counted = CheckVote.counted([max(column) for column in zip(*votes, strict=True)])
-        self._apply(event.known_to, lambda gate: events_of(gate, event.step, counted, worth))
+        for rank in event.known_to:
+            for each in events_of(self.gates[rank], event.step, counted, worth):
+                self.gates[rank], _ = transition(self.gates[rank], each)
 
     def reconnect(self) -> None:
-        agreed = ledger.realigned([each.to_json() for each in self.gates])
-        self._apply(range(len(self.gates)), lambda _: [Realigned(agreed)])
+        self.gates = [ledger.realigned(self.gates)] * len(self.gates)
 
     def recover(self, event: Event) -> None:
         found = self.found_by_the_next_job()
         (loaded,) = [each for each in found.held if each.step == event.step]
         for rank in event.known_to:
-            self.gates[rank], _ = transition(found, Recovered(loaded, loaded in found.durable))
+            self.gates[rank], _ = transition(found, Recovered(loaded, loaded in found.in_files))
 
     def found_by_the_next_job(self) -> CheckpointGate:
         gate, everybody = ledger.reconcile(self.gates), {*range(len(self.gates))}
         return ledger.settled(gate, lambda pending: self.sealed.get(pending.step) == everybody)
-
-    def _apply(self, ranks: Iterable[int], events: Any) -> None:
-        for rank in ranks:
-            event: GateEvent
-            for event in events(self.gates[rank]):
-                self.gates[rank], _ = transition(self.gates[rank], event)
 
     def _vote(self, rank: int, event: Event) -> CheckVote:
         gate = self.gates[rank]
         found = event.found if rank in event.on else None
         return CheckVote(
             _outcome(found, self.history.require),
-            gate.accepted,
+            gate.accepted_recipes,
             lost=gate.pending is not None and rank not in self.sealed.get(gate.pending.step, ()),
             writing=gate.writing is not None and rank not in self.written.get(gate.writing.step, ()),
             unwritten=gate.writing is not None and rank in self.failed.get(gate.writing.step, ()),

@@ -21,9 +21,14 @@ from torch import nn
 from tests.support.ranks import RankError, run_ranks
 from tests.support.small_job import until
 from torchscout import CheckpointConfig, ObserverConfig, RecoveryConfig, ReplayConfig, enable_resiliency
-from torchscout.checkpoint.trust.gate import CheckpointGate, transition
-from torchscout.checkpoint.trust.gate_state import Checked, Outcome, Sealed, Written
-from torchscout.checkpoint.trust.selection import select_checkpoint
+from torchscout.checkpoint.gate import (
+    Changed,
+    Checked,
+    CheckpointGate,
+    Outcome,
+    select_checkpoint,
+    transition,
+)
 from torchscout.communicators import Job
 from torchscout.config import StragglerConfig
 from torchscout.decision.consensus import Status, Verdict, exact
@@ -83,8 +88,8 @@ def loaded(history: History, folder: Path) -> str:
     gate = CheckpointGate(recipes=2)
     for step in range(1, 6):
         gate, effects = transition(gate, Checked(step, Outcome.HEALTHY))
-        for event, generation in ((Sealed, effects.capture), (Written, effects.persist)):
-            gate = gate if generation is None else transition(gate, event(generation))[0]
+        for kind in ("sealed", *(["written"] if effects.capture.due else [])):
+            gate, _ = transition(gate, Changed(kind, effects.capture.generation))
     assert None is not gate.verified != gate.latest, "or it does not matter which is loaded"
     chosen = select_checkpoint(RestartPlan.read(folder).failure, gate)
     assert chosen.role is not None

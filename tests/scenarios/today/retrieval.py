@@ -34,25 +34,31 @@ import torchscout
 from tests.support.ranks import RankError, run_ranks
 from tests.support.small_job import until
 from tests.support.thread_peers import ThreadPeers, on_threads
+from torchscout.checkpoint import ledger
+from torchscout.checkpoint.gate import (
+    Changed,
+    Checked,
+    CheckpointGate,
+    Generation,
+    Outcome,
+    Row,
+    SweepResult,
+    TrustLevel,
+    transition,
+)
+from torchscout.checkpoint.ledger import Ledgers
 from torchscout.checkpoint.replication.placement import replica_holders
 from torchscout.checkpoint.replication.replicator import Replicator
 from torchscout.checkpoint.resume.fetch import Fetched, fetch
 from torchscout.checkpoint.resume.transfer import Links
-from torchscout.checkpoint.snapshot import Snapshots
 from torchscout.checkpoint.state import random_state, training_state
 from torchscout.checkpoint.state.training_state import StateParts
 from torchscout.checkpoint.storage import encoding, lock, shards
-from torchscout.checkpoint.storage.inventory import Member
+from torchscout.checkpoint.storage.inventory import Member, Tier
 from torchscout.checkpoint.storage.memory import check_budget
 from torchscout.checkpoint.storage.retention import forget, kept_jobs
 from torchscout.checkpoint.storage.shard_files import shard_files
 from torchscout.checkpoint.storage.shard_format import Blob, encode
-from torchscout.checkpoint.trust import ledger
-from torchscout.checkpoint.trust.gate import CheckpointGate, transition
-from torchscout.checkpoint.trust.gate_state import Checked, Outcome, Sealed, Written
-from torchscout.checkpoint.trust.generation import Generation, TrustLevel
-from torchscout.checkpoint.trust.ledger_tiers import LedgerKeeper, LedgerTiers
-from torchscout.checkpoint.trust.selection import SweepResult
 from torchscout.config import CheckpointConfig, ReplayConfig
 from torchscout.decision.types import Failure
 from torchscout.errors import ChannelError, CheckpointError, UnavailableError
@@ -289,19 +295,21 @@ def _damage(path: Path, what: str) -> None:
 
 def _gate(said: Ledger, experts: bool) -> CheckpointGate:
     """The state that a ledger has."""
-
-    def those(*trust: str, where: str = "") -> tuple[Generation, ...]:
-        chosen = (each for each in said.saved if each.trust in trust and (not where or where in each.where))
-        return tuple(Generation(each.step, each.lineage) for each in chosen)
-
-    pending, waiting = those("being captured"), those("candidate")
+    rows = [
+        Row(
+            Generation(each.step, each.lineage),
+            ends_cycle=each.trust == "candidate",
+            accepted=True,
+            sealed=each.trust != "being captured",
+            in_memory=each.trust != "being captured" and "memory" in each.where,
+            in_files=each.trust in ("verified", "candidate") and "files" in each.where,
+            verified=each.trust == "verified",
+        )
+        for each in said.saved
+    ]
     return CheckpointGate(
         recipes=2 if experts else None,
-        trusted=those("verified"),
-        captured=those("verified", "candidate", "unverified", where="memory"),
-        candidate=waiting[0] if waiting else None,
-        durable=those("verified", "candidate", where="files"),
-        pending=pending[0] if pending else None,
+        rows=tuple(rows),
         poisoned=said.corruption,
         lineage=said.lineage,
         step=max([each.step for each in said.saved] + [said.corruption or 0]),
@@ -324,31 +332,24 @@ def in_files_after(given: Checks, folder: Path) -> tuple[int, ...]:
     memory, disk = (folder / tier for tier in ("memory", "files"))
     for each in (memory, disk):
         each.mkdir()
-    snapshots = Snapshots(memory, 0)
-    keeper = LedgerKeeper(member, memory, disk, LedgerTiers(), snapshots, None)
-    gate = CheckpointGate()
+    ledgers, gate = Ledgers(member, memory, disk), CheckpointGate()
     for step, outcome in enumerate(given.outcomes, 1):
         if step == given.blocked_from:
             block_ledger(disk, 0)
-        events = [Sealed(gate.pending)] if gate.pending else []
-        events += [Written(gate.writing)] if gate.writing else []
+        events = [Changed("sealed", gate.pending)] if gate.pending else []
+        events += [Changed("written", gate.writing)] if gate.writing else []
         for event in (*events, Checked(step, OUTCOMES[outcome])):
-            before, (gate, effects) = gate, transition(gate, event)
-            for due, tier in ((effects.capture, memory), (effects.persist, disk)):
-                if due is not None:
-                    path = shards.path_of(tier, member.at(due), 0)
+            gate, effects = transition(gate, event)
+            if (row := effects.capture) is not None:
+                for tier in (memory, disk) if row.due else (memory,):
+                    path = shards.path_of(tier, member.at(row.generation), 0)
                     path.parent.mkdir()
                     path.touch()
-            keeper.give_up(before, gate, effects)
-        keeper.write(gate, None, _attempt)
-    snapshots.close()
+        for tier in Tier:
+            with suppress(CheckpointError):
+                ledgers.write(tier, gate)
+            ledgers.delete_unneeded(tier, gate)
     return tuple(each.generation.step for each in shard_files(disk))
-
-
-def _attempt(work: Callable[[], object]) -> None:
-    """As ``BackgroundWriter.later``, at once."""
-    with suppress(CheckpointError):
-        work()
 
 
 def may_start(given: Start, _: Path) -> bool:

@@ -16,13 +16,13 @@ from pathlib import Path
 
 import zmq
 
+from torchscout.checkpoint.gate import Generation
 from torchscout.checkpoint.replication import messages as wire
 from torchscout.checkpoint.replication.receiver import ReplicaReceiver
 from torchscout.checkpoint.replication.sender import ReplicaSender
 from torchscout.checkpoint.storage import shards
 from torchscout.checkpoint.storage.shard_format import ShardIdentity
 from torchscout.checkpoint.totals import Totals
-from torchscout.checkpoint.trust.generation import Generation
 from torchscout.errors import CheckpointError
 from torchscout.utils import aes_gcm
 from torchscout.utils.listener import Listener

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import zmq
 
-from torchscout.checkpoint.trust.generation import Generation
+from torchscout.checkpoint.gate import Generation
 from torchscout.utils.network import Address, CurveSockets, encode
 
 __all__ = [

@@ -23,8 +23,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from torchscout.checkpoint.gate import Generation
 from torchscout.checkpoint.replication.engine import ReplicationEngine
-from torchscout.checkpoint.trust.generation import Generation
 from torchscout.errors import ScoutError
 
 __all__ = ["main"]

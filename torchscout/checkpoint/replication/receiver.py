@@ -16,6 +16,7 @@ from typing import Any
 
 import zmq
 
+from torchscout.checkpoint.gate import Generation, is_number
 from torchscout.checkpoint.replication import messages as wire
 from torchscout.checkpoint.replication.streams import IncomingStream, Secret
 from torchscout.checkpoint.storage import retention, shards
@@ -23,7 +24,6 @@ from torchscout.checkpoint.storage.incoming import IncomingShard
 from torchscout.checkpoint.storage.shard_files import ShardFile, shard_files
 from torchscout.checkpoint.storage.shard_format import ShardIdentity
 from torchscout.checkpoint.storage.spare_file import SpareFile
-from torchscout.checkpoint.trust.generation import Generation, is_number
 from torchscout.errors import CheckpointError, ScoutError
 
 __all__ = ["ReplicaReceiver", "held_for", "remove_copies"]

@@ -15,13 +15,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from torchscout.checkpoint.gate import Generation
 from torchscout.checkpoint.replication import placement
 from torchscout.checkpoint.replication.pace import CopyPace
 from torchscout.checkpoint.replication.receiver import remove_copies
 from torchscout.checkpoint.replication.replica_process import ReplicaProcess
 from torchscout.checkpoint.storage.shard_format import ShardIdentity
 from torchscout.checkpoint.totals import Totals
-from torchscout.checkpoint.trust.generation import Generation
 from torchscout.errors import ScoutError
 from torchscout.log import log
 from torchscout.utils.listener import Address

@@ -16,13 +16,13 @@ from typing import NamedTuple
 
 import zmq
 
+from torchscout.checkpoint.gate import Generation
 from torchscout.checkpoint.replication import messages as wire
 from torchscout.checkpoint.replication.pace import SLOWEST, RateLimit
 from torchscout.checkpoint.replication.streams import OutgoingStream, Secret
 from torchscout.checkpoint.storage import shards
 from torchscout.checkpoint.storage.shard_format import ShardIdentity
 from torchscout.checkpoint.totals import Totals
-from torchscout.checkpoint.trust.generation import Generation
 from torchscout.errors import CheckpointError
 
 __all__ = ["ReplicaSender"]

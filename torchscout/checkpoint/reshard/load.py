@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from torchscout.checkpoint.gate import Generation
 from torchscout.checkpoint.reshard.local_state import LocalState, local_state
 from torchscout.checkpoint.reshard.reader import ReadPart, ShardReader
 from torchscout.checkpoint.reshard.whole_state import StoredPart, WholeState, describe
@@ -23,7 +24,6 @@ from torchscout.checkpoint.storage import shards
 from torchscout.checkpoint.storage.encoding import bytes_of, room_for
 from torchscout.checkpoint.storage.inventory import FoundShard, Member, Tier, inventory
 from torchscout.checkpoint.storage.shard_format import Entry, Header, digest, parse
-from torchscout.checkpoint.trust.generation import Generation
 from torchscout.errors import CheckpointError, DamagedError
 from torchscout.utils.text import spans
 

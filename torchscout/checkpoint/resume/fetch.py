@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, TypeVar
 
+from torchscout.checkpoint.gate import Generation
 from torchscout.checkpoint.resume.plan import Listing, RestorePlan, ShardLocation, agree, unlisted
 from torchscout.checkpoint.resume.repair import repair
 from torchscout.checkpoint.resume.transfer import Links, receive_shard, send_shard
 from torchscout.checkpoint.storage import shards
 from torchscout.checkpoint.storage.inventory import FoundShard, Inventory, Member, RankState, Tier, inventory
 from torchscout.checkpoint.storage.shard_format import ShardIdentity
-from torchscout.checkpoint.trust.generation import Generation
 from torchscout.errors import CheckpointError, DamagedError, UnavailableError
 from torchscout.log import log
 from torchscout.utils.text import named

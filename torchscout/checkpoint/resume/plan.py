@@ -2,7 +2,7 @@
 
 Pure functions of what every rank has found: each rank computes them from the same listings and comes to the
 same plan. ``inventory`` reads the folders, ``fetch`` moves shards, ``repair`` replaces damaged tensors, and
-``checkpoint.trust.selection`` decides which generations may be loaded at all.
+``checkpoint.gate`` decides which generations may be loaded at all.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from torchscout.checkpoint.gate import Generation, is_number
 from torchscout.checkpoint.storage.inventory import FoundShard, Inventory, Member, RankState, Tier
 from torchscout.checkpoint.storage.shard_format import Entry
 from torchscout.checkpoint.storage.shards import Report
-from torchscout.checkpoint.trust.generation import Generation, is_number
 from torchscout.errors import UnavailableError
 
 __all__ = [

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
+from torchscout.checkpoint.gate import Generation
 from torchscout.checkpoint.storage import shards
 from torchscout.checkpoint.storage.shard_files import shard_files
 from torchscout.checkpoint.storage.shard_format import ShardIdentity
-from torchscout.checkpoint.trust.generation import Generation
 from torchscout.errors import CheckpointError
 
 __all__ = ["FoundShard", "Inventory", "Member", "RankState", "Tier", "inventory"]

@@ -15,10 +15,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from torchscout.checkpoint import ledger
 from torchscout.checkpoint.storage import lock, shards
 from torchscout.checkpoint.storage.shard_files import shard_files
 from torchscout.checkpoint.storage.shard_format import Blob, decode, encode
-from torchscout.checkpoint.trust import ledger
 from torchscout.config import JOB_NAME
 from torchscout.errors import CheckpointError, DamagedError
 

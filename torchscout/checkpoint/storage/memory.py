@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 
-from torchscout.checkpoint.storage import lock, shards
 from torchscout.checkpoint.storage.shard_files import files_under
 from torchscout.config import JOB_NAME
 from torchscout.errors import CheckpointError
@@ -22,8 +20,6 @@ __all__ = ["budget_within", "check_budget", "memory_folder", "memory_root"]
 
 _VARIABLE = "TORCHSCOUT_MEMORY"
 _SHARED_MEMORY = Path("/dev/shm")
-_RESERVED = "reserved"
-"""The file with the number of bytes that a job has reserved."""
 
 
 def memory_root() -> Path:
@@ -60,12 +56,9 @@ def check_budget(
 ) -> int:
     """Return the bytes that checkpoints may take; raises ``CheckpointError`` if the copies do not fit.
 
-    ``copies`` counts all snapshots that this machine may hold, of all its ranks. The default budget is half
-    of the free memory. Earlier checkpoints of this job count as free, because new ones replace them. Memory
-    that other running jobs have reserved does not count as free.
-
-    A job with a budget reserves all of it. A job without one reserves twice the memory that it is expected to
-    need. It does not reserve half of the free memory, since a few small jobs would then leave almost nothing.
+    ``copies`` counts all snapshots that this machine may hold, of all its ranks. Earlier checkpoints of this
+    job count as free, because new ones replace them. The default budget is half of the free memory, or as
+    much as the earlier checkpoints take: a job that is started again may have the memory that it had.
     """
     try:
         status = os.statvfs(folder)
@@ -75,27 +68,7 @@ def check_budget(
     free = status.f_bavail * status.f_frsize
     if is_in_memory(folder):  # its size may exceed the memory of the machine or container
         free = min(free, available())
-    free = max(0, free + own - _reserved_by_others(folder))
-    allowed = budget_within(free, bytes_per_snapshot, copies, budget, folder)
-    reserved = min(allowed, 2 * bytes_per_snapshot * copies) if budget is None else allowed
-    with suppress(CheckpointError):  # the first capture reports a full file system
-        shards.replace(folder / _RESERVED, [f"{reserved}\n".encode()])
-    return allowed
-
-
-def _reserved_by_others(folder: Path) -> int:
-    return sum(_reserved(each) for each in folder.parent.iterdir() if each != folder and each.is_dir())
-
-
-def _reserved(folder: Path) -> int:
-    """The bytes that a running job has reserved and does not use yet; 0 if it is not running."""
-    try:
-        if lock.owner_of(folder) is None:
-            return 0
-        reserved = int((folder / _RESERVED).read_bytes())
-        return max(0, reserved - sum(map(_allocated, files_under(folder))))
-    except (OSError, ValueError, CheckpointError):  # it is just ending, or not readable
-        return 0
+    return budget_within(free + own, bytes_per_snapshot, copies, budget, folder, own=own)
 
 
 def _allocated(path: Path) -> int:
@@ -105,9 +78,12 @@ def _allocated(path: Path) -> int:
         return 0  # another rank has just removed it
 
 
-def budget_within(free: int, bytes_per_snapshot: int, copies: int, budget: int | None, folder: Path) -> int:
-    """``check_budget`` with this many bytes free; the folder is only named in the error."""
-    allowed = free // 2 if budget is None else budget
+def budget_within(
+    free: int, bytes_per_snapshot: int, copies: int, budget: int | None, folder: Path, *, own: int = 0
+) -> int:
+    """``check_budget`` with this many bytes free, of which this job's earlier checkpoints take ``own``; the
+    folder is only named in the error."""
+    allowed = max(free // 2, own) if budget is None else budget
     needed = bytes_per_snapshot * copies
     if needed > min(allowed, free):
         limit = (

@@ -1,6 +1,6 @@
-"""Deletes the shards of generations that the gate no longer needs (paper, section 8).
+"""Deletes shards, and what ended jobs have left in memory (paper, section 8).
 
-Also what ended jobs have left in memory. It stays when a job is killed, so that the job can resume from it;
+Memory stays when a job is killed, so that the job can resume from it;
 but some jobs are never started again.
 """
 
@@ -16,23 +16,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torchscout.checkpoint.storage import lock
-from torchscout.checkpoint.storage.shard_files import ShardFile, files_under, shard_files
-from torchscout.checkpoint.trust.generation import Generation
+from torchscout.checkpoint.storage.shard_files import ShardFile, files_under
 from torchscout.errors import CheckpointError
 from torchscout.utils.private_files import is_private
 
-__all__ = ["KeptJob", "forget", "forget_old", "kept_jobs", "remove", "retire"]
+__all__ = ["KeptJob", "forget", "forget_old", "kept_jobs", "remove"]
 
 _FINE = {errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT}
 _DAY_SECONDS = 86400.0
-
-
-def retire(folder: Path | str, generations: Iterable[Generation], rank: int | None = None) -> list[Path]:
-    """Delete these generations' shards, or only those that ``rank`` holds, and return their paths."""
-    unwanted = frozenset(generations)
-    if not Path(folder).is_dir():
-        return []
-    return remove(shard_files(folder, unwanted.__contains__, holder=rank))
 
 
 def remove(unwanted: Iterable[ShardFile]) -> list[Path]:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from torchscout.checkpoint.trust.generation import Generation
+from torchscout.checkpoint.gate import Generation
 from torchscout.errors import CheckpointError
 
 __all__ = ["ShardFile", "files_under", "shard_files"]

@@ -16,7 +16,7 @@ from typing import Any
 
 import xxhash
 
-from torchscout.checkpoint.trust.generation import Generation, TrustLevel, is_number
+from torchscout.checkpoint.gate import Generation, TrustLevel, is_number
 from torchscout.errors import DamagedError
 
 __all__ = [

@@ -11,14 +11,19 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
+from torchscout.checkpoint.gate import (
+    CheckpointGate,
+    Generation,
+    Selection,
+    SweepResult,
+    confirm,
+    select_checkpoint,
+)
 from torchscout.checkpoint.storage import lock, retention, shards
 from torchscout.checkpoint.storage.job_file import adopt as adopt_folder
 from torchscout.checkpoint.storage.memory import memory_root
 from torchscout.checkpoint.storage.retention import forget as forget_job
 from torchscout.checkpoint.storage.retention import kept_jobs
-from torchscout.checkpoint.trust.gate_state import CheckpointGate
-from torchscout.checkpoint.trust.generation import Generation
-from torchscout.checkpoint.trust.selection import Selection, SweepResult, confirm, select_checkpoint
 from torchscout.cli.checkpoint import listing
 from torchscout.cli.checkpoint.contents import (
     Contents,

@@ -11,16 +11,15 @@ from typing import Annotated
 
 import typer
 
+from torchscout.checkpoint import ledger
+from torchscout.checkpoint.gate import CheckpointGate, Generation, TrustLevel
+from torchscout.checkpoint.ledger import Ledger
 from torchscout.checkpoint.storage import lock, shards
 from torchscout.checkpoint.storage.inventory import Tier
 from torchscout.checkpoint.storage.memory import memory_root
 from torchscout.checkpoint.storage.owner import Owner
 from torchscout.checkpoint.storage.shard_files import ShardFile, shard_files
 from torchscout.checkpoint.storage.shard_format import ShardIdentity
-from torchscout.checkpoint.trust import ledger
-from torchscout.checkpoint.trust.gate_state import CheckpointGate
-from torchscout.checkpoint.trust.generation import Generation, TrustLevel
-from torchscout.checkpoint.trust.ledger import Ledger
 from torchscout.cli.console import refusing
 from torchscout.errors import CheckpointError
 from torchscout.utils.procfs import is_in_memory
@@ -102,12 +101,11 @@ class Contents:
     @property
     def gate(self) -> CheckpointGate | None:
         """The state that all ranks agree on; None without a ledger."""
-        gates: dict[int, list[CheckpointGate]] = {}
-        for each in self.ledgers:
-            gates.setdefault(each.rank, []).append(each.gate)
-        if not gates:
+        if not self.ledgers:
             return None
-        gate = ledger.reconcile([ledger.newest(own) for own in gates.values()])
+        ranks = {each.rank for each in self.ledgers}
+        own = [ledger.newest([each.gate for each in self.ledgers if each.rank == rank]) for rank in ranks]
+        gate = ledger.reconcile([each for each in own if each is not None])
         return ledger.settled(gate, lambda pending: not self.missing(pending))
 
     def label(self, folder: Folder) -> str:

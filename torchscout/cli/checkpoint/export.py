@@ -9,9 +9,8 @@ from typing import Annotated, Any
 import typer
 
 from torchscout.checkpoint.export.target import refuse_occupied
+from torchscout.checkpoint.gate import CheckpointGate, Generation
 from torchscout.checkpoint.resume.plan import Source
-from torchscout.checkpoint.trust.gate_state import CheckpointGate
-from torchscout.checkpoint.trust.generation import Generation
 from torchscout.cli.checkpoint.contents import Contents, Folders, JobName, WorldSize, contents_in
 from torchscout.cli.checkpoint.listing import as_json
 from torchscout.cli.console import AsJson, Output, exiting, print_report, refusing
@@ -111,7 +110,7 @@ def trust_of(generation: Generation, gate: CheckpointGate | None) -> str:
         return "verified"
     if generation in (gate.candidate, gate.interim):
         return "candidate"
-    return "latest" if generation in gate.captured else "none"
+    return "latest" if generation in gate.sealed else "none"
 
 
 def files_of(contents: Contents, generation: Generation) -> dict[int, list[Path]]:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from torchscout.checkpoint.trust.gate_state import CheckpointGate
-from torchscout.checkpoint.trust.generation import Generation
-from torchscout.checkpoint.trust.ledger import reconcile
+from torchscout.checkpoint.gate import CheckpointGate, Generation
+from torchscout.checkpoint.ledger import reconcile
 from torchscout.cli.checkpoint.contents import Contents, Folder, StoredShard
 from torchscout.utils.tables import stacked, table
 from torchscout.utils.text import columns, counted, numbers_in_words, ranks_in_words, size_in_words

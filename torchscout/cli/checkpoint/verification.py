@@ -6,16 +6,15 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
+from torchscout.checkpoint.gate import Changed, CheckpointGate, Generation, transition
 from torchscout.checkpoint.resume.plan import Source, repair_sources, replaced, tensors_of
 from torchscout.checkpoint.storage import shards
-from torchscout.checkpoint.trust.gate_state import CheckpointGate
-from torchscout.checkpoint.trust.generation import Generation
 from torchscout.cli.checkpoint.contents import Contents, StoredShard
 from torchscout.cli.checkpoint.listing import as_json, roles_of
 from torchscout.errors import CheckpointError
@@ -119,18 +118,9 @@ def usable(contents: Contents, gate: CheckpointGate, damaged: Sequence[Damage]) 
             repairable.append(repaired)
         else:
             broken.append(Broken(generation, tuple(roles_of(generation, gate)), tuple(missing), tuple(own)))
-    gone = {each.generation for each in broken}
-    left = replace(
-        gate,
-        captured=tuple(each for each in gate.captured if each not in gone),
-        trusted=tuple(each for each in gate.trusted if each not in gone),
-        durable=tuple(each for each in gate.durable if each not in gone),
-        candidate=None if gate.candidate in gone else gate.candidate,
-        interim=None if gate.interim in gone else gate.interim,
-        writing=None if gate.writing in gone else gate.writing,
-    )
-    if gate.captured and not left.captured and left.newest_candidate is not None:
-        left = replace(left, captured=(left.newest_candidate,))
+    left = gate
+    for each in broken:
+        left, _ = transition(left, Changed("lost", each.generation))
     return Usable(left, broken, repairable)
 
 

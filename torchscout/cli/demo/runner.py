@@ -21,7 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from torchscout.campaign.grading import Grade, grade
-from torchscout.checkpoint.trust.selection import SweepResult
+from torchscout.checkpoint.gate import SweepResult
 from torchscout.cli.demo.job import PROGRESS, Ended, fired, has_fired, launch, train_alone
 from torchscout.cli.demo.scenario import Kind, Scenario
 from torchscout.decision.types import Decision, Failure, Incident

@@ -1,25 +1,216 @@
-"""Decides which steps are certified: the checkpoint gate of a session (paper, section 8).
+"""Decides what a check certifies: the votes of all ranks become events of the gate (paper, sections 8 and 9).
 
 ``session.checkpoints.manager`` is the certifier of a job with checkpoints, ``CertifiedSteps`` of any other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 
+from torchscout.checkpoint import ledger
+from torchscout.checkpoint.gate import (
+    Changed,
+    Checked,
+    CheckpointGate,
+    Event,
+    Generation,
+    Outcome,
+    transition,
+)
 from torchscout.checkpoint.state.training_state import Stateful
-from torchscout.checkpoint.trust import ledger
-from torchscout.checkpoint.trust.certification import CheckVote, events_of
-from torchscout.checkpoint.trust.gate import CheckpointGate, transition
-from torchscout.checkpoint.trust.gate_state import Outcome, Realigned
-from torchscout.decision.types import Trust
+from torchscout.decision.repeatability import REFUSED, UNDECIDED, unmet
+from torchscout.decision.sdc import FAILED
+from torchscout.decision.types import EvidenceRecord, Incident, Manifestation, Trust
+from torchscout.errors import CheckpointError
 from torchscout.replay.capture.saved_calls import SavedCalls
-from torchscout.session.checkpoints.promotion import CheckCoverage, PromotionRule
 from torchscout.session.replay.coverage import RecipeCycle
 
-__all__ = ["CertifiedSteps", "Certifier", "certified_step", "trust_in"]
+__all__ = [
+    "SEVERITY",
+    "CertifiedSteps",
+    "Certifier",
+    "CheckCoverage",
+    "CheckVote",
+    "PromotionRule",
+    "certified_step",
+    "events_of",
+    "outcome_of",
+    "trust_in",
+]
+
+SEVERITY = (Outcome.HEALTHY, Outcome.STRAGGLER, Outcome.NOT_CHECKED, Outcome.REJECTED, Outcome.SDC)
+"""From best to worst; the worst outcome on any rank is the job's."""
+
+
+def outcome_of(
+    records: Sequence[EvidenceRecord],
+    incidents: Collection[Incident],
+    targets: Collection[str],
+    require: Collection[str] = (),
+) -> Outcome:
+    """Return one rank's outcome of a check of these ``targets``.
+
+    Every target must have been compared, or be one that replay cannot repeat, such as an update that
+    communicates; the unnamed target, state in general, must have been compared. Records of nondeterministic
+    kernels and of failed replays have no verdict. A check may be accepted without a surface that no rank has
+    (a parameter without a gradient) or that does not repeat, unless ``require`` names it; see
+    ``ReplayConfig.require``.
+    """
+    numbers = [each for each in records if each.manifestation is Manifestation.SDC]
+    if any(each.scope is not None for each in numbers):
+        return Outcome.SDC
+    if any(_begins(each, UNDECIDED) for each in numbers):
+        return Outcome.REJECTED
+    compared = {each.layer or "" for each in numbers if each.verdict is not None}
+    compared |= {each.layer for each in numbers if each.layer and _begins(each, REFUSED)}
+    failed = any(_begins(each, FAILED) for each in numbers)
+    if failed or not set(targets) <= compared or unmet(numbers, require):
+        return Outcome.NOT_CHECKED
+    slow = any(each.manifestation is Manifestation.STRAGGLER for each in incidents)
+    return Outcome.STRAGGLER if slow else Outcome.HEALTHY
+
+
+def _begins(record: EvidenceRecord, reason: str) -> bool:
+    return record.reason is not None and record.reason.startswith(reason)
+
+
+@dataclass(frozen=True, slots=True)
+class CheckVote:
+    """One rank's vote at the end of a check. Of each field the highest value on any rank counts."""
+
+    outcome: Outcome
+    accepted_recipes: int
+    """Its gate's."""
+    lost: bool = False
+    """The pending generation could not be captured on this rank."""
+    writing: bool = False
+    """This rank has not sealed the files that are due yet."""
+    unwritten: bool = False
+    """This rank could not write them."""
+    unready: bool = False
+    """This rank has no buffer to capture its state in."""
+
+    def votes(self) -> list[int]:
+        """The vote as integers, to be combined by taking the maximum of each."""
+        count, flags = self.accepted_recipes, (self.lost, self.writing, self.unwritten, self.unready)
+        return [SEVERITY.index(self.outcome), count, -count, *map(int, flags)]
+
+    @classmethod
+    def counted(cls, highest: Sequence[int]) -> CheckVote:
+        """The job's vote; raises ``CheckpointError`` on every rank if ranks are in different cycles."""
+        severity, count, negated, *flags = highest
+        if count != -negated:
+            raise CheckpointError(
+                f"ranks disagree about the current cycle: some have accepted {-negated} of its recipes, "
+                f"others {count}; no checkpoint was changed"
+            )
+        return cls(SEVERITY[severity], count, *map(bool, flags))
+
+
+def events_of(gate: CheckpointGate, step: int, counted: CheckVote, recipes: int = 1) -> list[Event]:
+    """The events since the last check, in order, and the check itself, which has replayed so many recipes."""
+    events: list[Event] = []
+    if gate.pending is not None:
+        events.append(Changed("lost" if counted.lost else "sealed", gate.pending))
+    if gate.writing is not None and (counted.unwritten or not counted.writing):
+        events.append(Changed("write_failed" if counted.unwritten else "written", gate.writing))
+    return [*events, Checked(step, counted.outcome, recipes, can_capture=not counted.unready)]
+
+
+@dataclass(frozen=True, slots=True)
+class CheckCoverage:
+    """What one check covers, on all ranks alike.
+
+    All *state* is compared or watched in every check. The *paths* of a device, expert shapes of a catalog,
+    are replayed a few at a time, and a cycle covers all of them.
+    """
+
+    paths: int = 0
+    """Expert shapes of the catalog that were replayed."""
+    state: bool = True
+    """Whether the state of all layers was compared or watched."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Promotion:
+    """What a promoted generation had."""
+
+    step: int
+    coverage: str
+    """What was needed; see ``CheckpointConfig.coverage``."""
+    paths: int | None
+    """The paths of the catalog; None without a catalog."""
+    state: bool
+    """Whether the check before its capture compared or watched the state of all layers."""
+    before: int = 0
+    """How many of the paths were accepted in a row up to the capture."""
+    after: int = 0
+    """How many of the paths were accepted in a row after it."""
+
+    def sentence(self) -> str:
+        state = "state of all layers"
+        what = f"the {state}" if self.state else f"what was replayed, without the {state}"
+        accepted = f"Step {self.step} is verified: the check after it accepted {what}"
+        if self.paths is None:
+            return f"{accepted}."
+        return (
+            f"{accepted}. Of the {self.paths} paths of the expert catalog, {self.before} were accepted "
+            f"before it was captured and {self.after} after that."
+        )
+
+
+class PromotionRule:
+    """Says how much a check counts, and remembers what each generation had when it was captured."""
+
+    def __init__(self, coverage: str, paths: int | None) -> None:
+        """``paths`` is the number of paths of the catalog; None without a catalog."""
+        self._coverage = coverage
+        self._paths = paths
+        self.recipes = paths if coverage == "full" else None
+        """The paths that must be accepted before a capture, and again after it; None if none are needed."""
+        self._row = 0
+        """Paths accepted in a row; all of them are as good as more."""
+        self._has_state = False
+        """Whether the last check covered the state of all layers."""
+        self._captured: dict[Generation, tuple[int, bool]] = {}
+        """Both, when each of the last generations was captured."""
+        self._last: _Promotion | None = None
+
+    def worth(self, check: CheckCoverage) -> int:
+        """Return how many recipes of the gate's cycle an accepted check counts for; 0 certifies nothing."""
+        if self._paths is None:
+            return 1
+        return check.paths if self._coverage == "full" else int(check.state)
+
+    def checked(self, outcome: Outcome, check: CheckCoverage) -> None:
+        """Count the paths of one check."""
+        self._row = min(self._row + check.paths, self._paths or 0) if outcome.accepted else 0
+        self._has_state = check.state
+
+    def captured(self, generation: Generation) -> None:
+        """Remember what a generation has, which is captured after the check that was counted last."""
+        newest = sorted(self._captured)[-_REMEMBERED:]
+        self._captured = {each: self._captured[each] for each in newest}
+        self._captured[generation] = (self._row, self._has_state)
+
+    def promoted(self, generation: Generation) -> str | None:
+        """Remember the promotion; return a sentence for the log, unless it is one of many."""
+        (before, has_state), after = self._captured.get(generation, (0, False)), 0
+        if self.recipes is not None:  # the gate has counted them
+            before = after = self.recipes
+        is_first = self._last is None
+        self._last = _Promotion(generation.step, self._coverage, self._paths, has_state, before, after)
+        is_rare = self._paths is not None and (is_first or self.recipes is not None)
+        return self._last.sentence() if is_rare else None
+
+    def status(self) -> dict[str, Any] | None:
+        """The newest promotion in this run; None if there was none."""
+        return None if self._last is None else {**asdict(self._last), "sentence": self._last.sentence()}
+
+
+_REMEMBERED = 8
 
 
 class Certifier(Protocol):
@@ -94,13 +285,13 @@ class CertifiedSteps:
         return None
 
     def votes(self, outcome: Outcome, *, differs: bool) -> list[int]:
-        return CheckVote(outcome, self._gate.accepted, lost=differs).votes()
+        return CheckVote(outcome, self._gate.accepted_recipes, lost=differs).votes()
 
     def state(self) -> Any:
         return self._gate.to_json()
 
     def agree(self, states: Sequence[Any]) -> None:
-        self._gate, _ = transition(self._gate, Realigned(ledger.realigned(states)))
+        self._gate = ledger.realigned([*map(CheckpointGate.from_json, states)])
 
     def decide(self, step: int, counted: Sequence[int], check: CheckCoverage) -> None:
         for event in events_of(self._gate, step, CheckVote.counted(counted), self._rule.worth(check)):
@@ -110,9 +301,8 @@ class CertifiedSteps:
 def trust_in(state: Any, step: int) -> Trust:
     """Return which generations the gate has after the check of a step; ``state`` is ``Certifier.state``'s."""
     gate = CheckpointGate.from_json(state)
-    names = ("latest", "candidate", "verified")
-    steps = {name: None if (each := getattr(gate, name)) is None else each.step for name in names}
-    return Trust(step=step, poisoned=gate.poisoned, **steps)
+    roles = {name: gate.steps()[name] for name in ("latest", "candidate", "verified")}
+    return Trust(step=step, poisoned=gate.poisoned, **roles)
 
 
 def certified_step(gate: CheckpointGate) -> int | None:

@@ -20,7 +20,20 @@ import xxhash
 
 from torchscout.adapters.structure import surface_of
 from torchscout.c3.fold import signed
+from torchscout.checkpoint import ledger
 from torchscout.checkpoint.background_writer import BackgroundWriter
+from torchscout.checkpoint.gate import (
+    Changed,
+    CheckpointGate,
+    Event,
+    Generation,
+    Outcome,
+    Recovered,
+    Row,
+    TrustLevel,
+    transition,
+)
+from torchscout.checkpoint.ledger import Ledgers
 from torchscout.checkpoint.replication import placement
 from torchscout.checkpoint.resume.fetch import Fetched, fetch
 from torchscout.checkpoint.resume.transfer import Links
@@ -31,12 +44,6 @@ from torchscout.checkpoint.storage import job_file, lock, shards
 from torchscout.checkpoint.storage.inventory import Member, Tier
 from torchscout.checkpoint.storage.memory import check_budget, memory_folder
 from torchscout.checkpoint.storage.retention import forget_old
-from torchscout.checkpoint.trust import ledger
-from torchscout.checkpoint.trust.certification import CheckVote, events_of
-from torchscout.checkpoint.trust.gate import CheckpointGate, transition
-from torchscout.checkpoint.trust.gate_state import Effects, Event, Lost, Outcome, Realigned, Recovered
-from torchscout.checkpoint.trust.generation import Generation, TrustLevel
-from torchscout.checkpoint.trust.ledger_tiers import LedgerKeeper, LedgerTiers
 from torchscout.communicators import Communicators, Job
 from torchscout.config import CheckpointConfig
 from torchscout.decision.ownership import Ownership
@@ -44,8 +51,13 @@ from torchscout.decision.types import Failure
 from torchscout.errors import CheckpointError, ScoutError, UnavailableError, describe_error
 from torchscout.log import Problems, log
 from torchscout.replay.capture.saved_calls import SavedCalls
-from torchscout.session.checkpoints.certifier import certified_step
-from torchscout.session.checkpoints.promotion import CheckCoverage, PromotionRule
+from torchscout.session.checkpoints.certifier import (
+    CheckCoverage,
+    CheckVote,
+    PromotionRule,
+    certified_step,
+    events_of,
+)
 from torchscout.session.checkpoints.replication import StateReplication
 from torchscout.session.checkpoints.resumption import (
     WAYS_OUT,
@@ -126,7 +138,6 @@ class CheckpointManager:
         """Starts the capture when the next step begins."""
         self._checked: _Signed | None = None
         """The state that the check has seen which certifies what is due."""
-        self._ledgers = LedgerTiers()
         self._problems = Problems("checkpoints")
         self._reason = "nothing has been captured yet"
         self._is_flushed = False
@@ -197,7 +208,14 @@ class CheckpointManager:
         except CheckpointError:
             is_written, unwritten = False, True
         is_lost = differs or not self._is_captured()
-        return CheckVote(outcome, self._gate.accepted, is_lost, not is_written, unwritten).votes()
+        return CheckVote(
+            outcome,
+            self._gate.accepted_recipes,
+            lost=is_lost,
+            writing=not is_written,
+            unwritten=unwritten,
+            unready=not self._snapshots.is_ready(),
+        ).votes()
 
     def set_coverage(
         self, coverage: RecipeCycle, progress: Mapping[str, Stateful], covered: Callable[[], str] = str
@@ -221,7 +239,10 @@ class CheckpointManager:
             )
         if self._capture is not None and self._capture.problem is not None:
             self._problems.add([self._capture.problem])
-        self._rule.checked((vote := CheckVote.counted(counted)).outcome, check)
+        vote = CheckVote.counted(counted)
+        self._rule.checked(vote.outcome, check)
+        if vote.unready and vote.outcome.accepted:
+            self._snapshots.skip("a rank has no memory ready for it")
         for event in events_of(self._gate, step, vote, self._rule.worth(check)):
             self._carry_out(event)
         self._write_ledgers()
@@ -232,7 +253,8 @@ class CheckpointManager:
 
     def agree(self, states: Sequence[Any]) -> None:
         """Continue from what all ranks can rely on; see ``certifier.Certifier``."""
-        self._carry_out(Realigned(ledger.realigned(states)))
+        self._gate = ledger.realigned([*map(CheckpointGate.from_json, states)])
+        self._reason = "checks continue after a failure: the cycle starts again"
         if self._gate.pending is None:  # what was being captured on some ranks only is not compared
             self._awaited = self._capture = self._due = None
         self._write_ledgers()
@@ -265,7 +287,7 @@ class CheckpointManager:
         except NoUsableCheckpointError as error:
             self._gate = gate
             for each in dict.fromkeys(error.lost):
-                self._carry_out(Lost(each))
+                self._carry_out(Changed("lost", each))
             # Unlike a new job, the next run must ask explicitly to start over.
             self._gate = replace(self._gate, poisoned=self._gate.step)
             self._write_ledgers()
@@ -292,12 +314,11 @@ class CheckpointManager:
         self._gate, self._previous_run = gate, None
         self._problems.add(fetched.demoted if fetched.path is None else ())
         for passed in loaded.lost:
-            self._carry_out(Lost(passed))
+            self._carry_out(Changed("lost", passed))
         self._carry_out(Recovered(fetched.generation, fetched.plan.in_files))
         self._gate = self._configured(self._gate)
         self._write_ledgers()
-        gate = self._gate
-        self._writer.later(lambda: self._keeper.tidy(gate))
+        self._writer.later(lambda: self._ledgers.delete_other_ranks(self._gate))
         if fetched.path is not None:  # its holder may be new and have no copy
             self._replication.copy(fetched.path, min(_COPY_SECONDS, self._config.timeout_seconds))
         return loaded.resumption(self._member.rank, is_trusted=fetched.generation in self._gate.trusted)
@@ -314,7 +335,7 @@ class CheckpointManager:
             "memory": str(self._memory),
             "directory": str(self._disk),
             **self.metrics(),
-            "promotion": None if self._rule.last is None else self._rule.last.to_json(),
+            "promotion": self._rule.status(),
             "held_seconds": None if self._capture is None else self._capture.held_seconds,
             "reason": self._reason,
             "lacking": self._coverage.lacking,
@@ -357,8 +378,8 @@ class CheckpointManager:
         gate, deadline = self._gate, time.monotonic() + self._config.timeout_seconds
         self._snapshots.settle()  # there may be no further update
         is_captured = self._capture is not None and self._capture.wait(self._config.timeout_seconds)
-        wanted = [*gate.captured, *([gate.pending] if is_captured and gate.pending is not None else [])]
-        wanted = [each for each in wanted if each not in gate.durable]
+        newest = (gate.latest, gate.pending if is_captured else None)
+        wanted = [each for each in newest if each is not None and each not in gate.in_files]
         if not wanted:
             return True
         problem = self._writer.flush(wanted, max(0.0, deadline - time.monotonic()))
@@ -394,7 +415,7 @@ class CheckpointManager:
             copies=placement.SNAPSHOTS,
             limit=allowed // copies,
             timeout_seconds=config.timeout_seconds,
-            protected=lambda: self._ledgers.named(Tier.MEMORY) | self._gate.in_memory,
+            protected=lambda: self._ledgers.needed(Tier.MEMORY, self._gate),
         )
         self._undo.callback(self._snapshots.close)
         # Saved inputs are usually a small part of the state. If they are not, memory is prepared again.
@@ -404,7 +425,7 @@ class CheckpointManager:
         self._replication = StateReplication(job, self._memory, wanted=config.replicate)
         self._undo.callback(self._replication.close)
         self._remains = RankRemains.found((self._memory, self._disk), self._member)
-        self._ledgers = LedgerTiers(*self._remains.ledgers)
+        self._ledgers = Ledgers(self._member, self._memory, self._disk, self._remains.ledgers)
         self._problems.add(self._remains.problems)
 
     def _meet(self) -> None:
@@ -419,9 +440,6 @@ class CheckpointManager:
             self._member, self._memory, self._disk, self._snapshots, replicator, held_ranks, timeout
         )
         self._undo.callback(self._writer.close)
-        self._keeper = LedgerKeeper(
-            self._member, self._memory, self._disk, self._ledgers, self._snapshots, replicator
-        )
         self._previous_run = PreviousRun.of([RankRemains.from_json(each["remains"]) for each in gathered])
         if (previous := self._previous_run) is not None and previous.is_nothing:
             log.info("an earlier run ended before its first checkpoint was complete")
@@ -443,36 +461,37 @@ class CheckpointManager:
     def _start_over(self, gate: CheckpointGate) -> None:
         self._gate, self._previous_run = gate, None
         for each in gate.trusted:
-            self._carry_out(Lost(each))
+            self._carry_out(Changed("lost", each))
         self._carry_out(Recovered(None))
         self._gate = self._configured(self._gate)
         self._write_ledgers()
+        self._writer.later(lambda: self._ledgers.delete_other_ranks(self._gate))
 
     def _carry_out(self, event: Event) -> None:
-        before, (self._gate, effects) = self._gate, transition(self._gate, event)
+        self._gate, effects = transition(self._gate, event)
         self._reason = effects.reason
         if effects.capture is not None:
-            self._rule.captured(effects.capture)
-            self._take(effects.capture, effects)
-        promoted = None if effects.promote is None else self._rule.promoted(effects.promote)
+            self._rule.captured(effects.capture.generation)
+            self._take(effects.capture)
+        promoted = None if effects.promoted is None else self._rule.promoted(effects.promoted)
         if promoted is not None and self._member.rank == 0:
             log.info("%s", promoted)
-        self._keeper.give_up(before, self._gate, effects)
 
-    def _take(self, generation: Generation, effects: Effects) -> None:
+    def _take(self, row: Row) -> None:
         """Record loader positions and random state now, and capture the rest when the next step begins."""
+        generation = row.generation
         self._awaited, self._capture, self._due = generation, None, None  # also if noting fails
         noted = training_state.note(self._state())
         self._checked = None
         with suppress(ValueError, RuntimeError):  # then nothing is captured unless another step begins
             self._checked = _Signed(self._state())
-        role = TrustLevel.CANDIDATE if effects.persist == generation else TrustLevel.LATEST
+        role = TrustLevel.CANDIDATE if row.due else TrustLevel.LATEST
         role = TrustLevel.VERIFIED if self._gate.recipes is None else role
 
         def due() -> None:
             found = training_state.collect(self._state(), noted)
             self._capture = self._snapshots.capture(self._member.at(generation), role, found)
-            self._writer.take(self._capture, is_due=effects.persist == generation)
+            self._writer.take(self._capture, is_due=row.due)
 
         self._due = due
 
@@ -480,13 +499,33 @@ class CheckpointManager:
         return StateParts(self._model, self._optimizers, self._registered, self._owned)
 
     def _write_ledgers(self) -> None:
-        problem = self._keeper.write(self._gate, self._covered() or None, self._writer.later)
-        self._problems.add(filter(None, [problem]))
+        """Write to memory now and to disk in the background, and delete what neither ledger names."""
+        gate, covered = self._gate, self._covered() or None
+        try:
+            self._ledgers.write(Tier.MEMORY, gate, covered)
+        except (CheckpointError, OSError) as error:
+            self._problems.add([str(error)])
+        self._delete_from_memory()
+        self._writer.later(lambda: self._ledgers.write(Tier.DISK, gate, covered))
+        self._writer.later(self._delete_from_memory)
+        self._writer.later(lambda: self._ledgers.delete_unneeded(Tier.DISK, self._gate))
+
+    def _delete_from_memory(self) -> None:
+        """Free the snapshots that are no longer needed, and have their copies deleted where they are kept."""
+        replicator = self._replication.replicator
+        copied = frozenset[Generation]() if replicator is None else replicator.held()
+        unneeded = copied.union(self._snapshots.sealed) - self._ledgers.needed(Tier.MEMORY, self._gate)
+        for each in unneeded:
+            self._snapshots.retire(each)
+        if replicator is not None and unneeded:
+            replicator.retire(unneeded)
+        with suppress(CheckpointError):  # the next ledger tries again
+            self._ledgers.delete_unneeded(Tier.MEMORY, self._gate)
 
     def _free_memory(self) -> None:
         """Free the memory of checkpoints that are also in files. Called last."""
         try:
             if self._is_flushed:
-                self._keeper.free(self._gate)
+                self._ledgers.free_memory(self._gate)
         except (CheckpointError, OSError) as error:
             log.warning("checkpoints remain in %s: %s", self._memory, error)

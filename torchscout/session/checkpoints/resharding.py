@@ -7,14 +7,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from torchscout.checkpoint import ledger
+from torchscout.checkpoint.gate import Generation
 from torchscout.checkpoint.reshard.load import Layout, layouts_of, reshard
 from torchscout.checkpoint.resume.fetch import Fetched
 from torchscout.checkpoint.resume.plan import RestorePlan
 from torchscout.checkpoint.resume.transfer import Links
 from torchscout.checkpoint.state.training_state import StateParts
 from torchscout.checkpoint.storage.inventory import FoundShard, Member
-from torchscout.checkpoint.trust import ledger
-from torchscout.checkpoint.trust.generation import Generation
 from torchscout.communicators import Communicators
 from torchscout.errors import CheckpointError, UnavailableError
 from torchscout.log import log
@@ -178,8 +178,7 @@ def _newest_size(folders: Sequence[Path], rank: int, job: str) -> int | None:
 
 def _merged(found: Sequence[RankRemains]) -> RankRemains:
     """What several ranks have found of one rank of the last run."""
-    gates = [each.gate for each in found if each.gate is not None]
-    newest = ledger.newest(gates) if gates else None
+    newest = ledger.newest([each.gate for each in found if each.gate is not None])
     alike = [each for each in found if newest and each.gate and each.gate.pending == newest.pending]
     return RankRemains(
         newest,
@@ -187,6 +186,7 @@ def _merged(found: Sequence[RankRemains]) -> RankRemains:
         max((each.shards for each in found), default=0),
         tuple({span for each in alike for span in each.pending}),
         max((each.lineage for each in found), default=0),
+        ledger.newest([each.before for each in found if each.before is not None]),
     )
 
 

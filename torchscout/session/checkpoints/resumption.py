@@ -13,16 +13,24 @@ from functools import reduce
 from pathlib import Path
 from typing import Any
 
+from torchscout.checkpoint import ledger
+from torchscout.checkpoint.gate import (
+    Changed,
+    CheckpointGate,
+    Generation,
+    Selection,
+    SweepResult,
+    TrustLevel,
+    confirm,
+    select_checkpoint,
+    transition,
+)
+from torchscout.checkpoint.ledger import Ledger
 from torchscout.checkpoint.resume.fetch import Fetched
 from torchscout.checkpoint.state.restore import restore
 from torchscout.checkpoint.state.training_state import StateParts
 from torchscout.checkpoint.storage.inventory import Member
 from torchscout.checkpoint.storage.shard_files import shard_files
-from torchscout.checkpoint.trust import ledger
-from torchscout.checkpoint.trust.gate import CheckpointGate, transition
-from torchscout.checkpoint.trust.gate_state import Lost
-from torchscout.checkpoint.trust.generation import Generation, TrustLevel
-from torchscout.checkpoint.trust.selection import Selection, SweepResult, confirm, select_checkpoint
 from torchscout.communicators import Communicators
 from torchscout.decision.types import Failure
 from torchscout.errors import CheckpointError, ScoutError, UnavailableError
@@ -98,23 +106,26 @@ class RankRemains:
 
     gate: CheckpointGate | None
     """The newest state that any of its ledgers has; None if none can be read."""
-    problems: tuple[str, ...]
+    problems: tuple[str, ...] = ()
     """Ledgers that exist and cannot be read."""
-    shards: int
+    shards: int = 0
     """Number of files with the name of a shard; not counted if a ledger can be read."""
     pending: tuple[Span, ...] = ()
     """The ranks of which it has a shard of what was being captured when the job ended. If ranks share a disk,
     all of them find the shards of all."""
     lineage: int = 0
     """The highest lineage of these shards."""
+    before: CheckpointGate | None = None
+    """The newest state that any of its previous ledgers has."""
     ledgers: tuple[CheckpointGate | None, ...] = ()
     """What each folder's ledger says; not sent to other ranks."""
 
     @classmethod
     def found(cls, folders: Sequence[Path], member: Member) -> RankRemains:
         read = [_read(folder, member) for folder in folders]
-        gates = [each for each in read if isinstance(each, CheckpointGate)]
-        gate = ledger.newest(gates) if gates else None
+        known = [each for each in read if isinstance(each, Ledger)]
+        gate = ledger.newest([each.gate for each in known])
+        before = ledger.newest([each.before for each in known if each.before is not None])
         files = [
             each
             for folder in folders
@@ -127,7 +138,8 @@ class RankRemains:
             0 if gate is not None else len(files),
             tuple((first, last) for first, last in spans(pending)),
             max((each.generation.lineage for each in files), default=0),
-            tuple(each if isinstance(each, CheckpointGate) else None for each in read),
+            before,
+            tuple(each.gate if isinstance(each, Ledger) else None for each in read),
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -137,6 +149,7 @@ class RankRemains:
             "shards": self.shards,
             "pending": list(self.pending),
             "lineage": self.lineage,
+            "before": None if self.before is None else self.before.to_json(),
         }
 
     @classmethod
@@ -147,6 +160,7 @@ class RankRemains:
             int(document["shards"]),
             tuple((int(first), int(last)) for first, last in document["pending"]),
             int(document["lineage"]),
+            None if document["before"] is None else CheckpointGate.from_json(document["before"]),
         )
 
 
@@ -173,12 +187,19 @@ class PreviousRun:
         # was already gone, or was killed at that moment, and has no say in what is trusted now.
         last = max(gate.lineage for gate in gates)
         current = [gate for gate in gates if gate.lineage == last]
-        gate = ledger.reconcile(current)
-        alike = [each for each in remains if each.gate is not None and each.gate.pending == gate.pending]
-        found = {span for each in alike for span in each.pending}
-        captured = {rank for first, last in found for rank in range(first, last + 1)}
-        gate = ledger.settled(gate, lambda _: captured >= set(range(len(remains))))
-        return cls(gate, len(current) == len(remains))
+        is_whole = len(current) == len(remains)
+        # A rank without a ledger may have come less far than the others, but by one write at most.
+        before = () if is_whole else (each.before for each in remains if each.before is not None)
+        gate = ledger.reconcile([*current, *(each for each in before if each.lineage == last)])
+
+        def is_there(generation: Generation) -> bool:
+            looked = [each for each in remains if each.gate is not None and each.gate.pending == generation]
+            spans = {span for each in looked for span in each.pending}
+            captured = {rank for first, last in spans for rank in range(first, last + 1)}
+            # What one rank knows to be sealed is sealed on all ranks.
+            return captured >= {*range(len(remains))} or any(generation in each.sealed for each in current)
+
+        return cls(ledger.settled(gate, is_there), is_whole)
 
     def __str__(self) -> str:
         return self.obstacle or f"up to {self.gate.latest}"
@@ -203,17 +224,13 @@ class PreviousRun:
         decision = select_checkpoint(failure, self.gate)
         if (first := decision.generation) is None:
             raise UnavailableError(decision.reason)
-        usable = {*self.gate.trusted}
-        if decision.tentative:
-            gate = self.gate
-            waiting = (gate.candidate, gate.interim)
-            usable |= {*gate.captured, *(each for each in gate.durable if each in waiting)}
-        return decision, [first, *sorted((each for each in usable if each < first), reverse=True)]
+        usable = self.gate.sealed if decision.tentative else self.gate.trusted
+        return decision, [first, *(each for each in reversed(usable) if each < first)]
 
 
-def _read(folder: Path, member: Member) -> CheckpointGate | str | None:
+def _read(folder: Path, member: Member) -> Ledger | str | None:
     try:
-        return ledger.read(folder, member.rank, job=member.job)
+        return ledger.inspect(folder, member.rank, job=member.job)
     except CheckpointError as error:
         return str(error)
 
@@ -299,13 +316,13 @@ def load_first_usable(
             reason = decision.reason
             older = [each for each in reversed(gate.trusted) if each < fetched.generation]
         if not older:
-            untrusted = [*gate.captured, *filter(None, (gate.interim, gate.candidate))]
+            untrusted = [each for each in gate.sealed if each not in gate.trusted]
             raise NoUsableCheckpointError(reason, [*untrusted, *lost])
         wanted = older
 
 
 def _confirmed(gate: CheckpointGate, lost: Sequence[Generation], swept: SweepReport | None) -> Selection:
-    remaining = reduce(lambda known, gone: transition(known, Lost(gone))[0], lost, gate)
+    remaining = reduce(lambda known, gone: transition(known, Changed("lost", gone))[0], lost, gate)
     return confirm(remaining, SweepResult.COULD_NOT_RUN if swept is None else swept.sweep)
 
 

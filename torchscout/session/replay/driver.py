@@ -11,9 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torchscout.checkpoint.trust.certification import SEVERITY, outcome_of
-from torchscout.checkpoint.trust.gate_state import Outcome
-from torchscout.checkpoint.trust.selection import SweepResult
+from torchscout.checkpoint.gate import Outcome, SweepResult
 from torchscout.communicators import Communicators, PeerCommunicator
 from torchscout.config import ReplayConfig
 from torchscout.decision.ownership import Ownership
@@ -32,8 +30,7 @@ from torchscout.replay.sweep import sweep
 from torchscout.replay.verdicts import Findings
 from torchscout.run.writer import Recorder
 from torchscout.session.boundary import Boundary
-from torchscout.session.checkpoints.certifier import Certifier, trust_in
-from torchscout.session.checkpoints.promotion import CheckCoverage
+from torchscout.session.checkpoints.certifier import SEVERITY, Certifier, CheckCoverage, outcome_of, trust_in
 from torchscout.session.checkpoints.resumption import SweepReport
 from torchscout.session.replay.captures import CAPTURED, CaptureComparison
 from torchscout.session.replay.check_history import CheckHistory

@@ -1,1 +1,0 @@
-"""Which checkpoint can be trusted: the gate, its ledgers, and the choice at a restart."""
