@@ -8,7 +8,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import asdict, astuple, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -127,7 +127,6 @@ def enable_resiliency(  # noqa: PLR0913  a keyword for each subsystem
         monitor = None if observer is None else _monitor(base, observer, replay, decisions, webhook, undo)
         incidents, decisions.entry = _incidents(base, monitor, [*callbacks, decisions.handle], webhook, undo)
         driver, why_not = _replay(base, replay, checkpoints or CertifiedSteps(), monitor, incidents)
-        stages = [*stages_of(adapter.model)]
         parts = Parts(
             run_dir=job.run_dir,
             boundary=base.boundary,
@@ -137,7 +136,6 @@ def enable_resiliency(  # noqa: PLR0913  a keyword for each subsystem
             replay=driver,
             replay_off=why_not,
             checkpoints=checkpoints,
-            is_training=lambda: any(each.training for each in stages),
             recovery=decisions,
             undo=undo.pop_all(),
         )
@@ -427,14 +425,14 @@ def _peers(
 
 def _hooked(parts: Parts, adapter: Adapter) -> Session:
     """Return the session, which training calls from now on."""
-    session = Session(parts)
+    stages = [*stages_of(adapter.model)]
+    session = Session(replace(parts, is_training=lambda: any(each.training for each in stages)))
     if adapter.optimizers():
         parts.undo.callback(adapter.hook_updates(session.before_update, session.step_finished))
     elif parts.monitor is not None and (layers := adapter.layers()):
         parts.monitor.publisher.watch_steps(layers[0], session.step_finished)
     if isinstance(adapter, NoModelAdapter):
         make_replaceable(session)
-    stages = [*stages_of(adapter.model)]
     for stage in stages:
         _attached.add(stage)
         parts.undo.callback(_attached.discard, stage)

@@ -108,7 +108,7 @@ def test_state_coverage_says_how_many_paths_a_promoted_generation_had():
         if outcome.accepted:
             rule.captured(Generation(step))
             logged.append(rule.promoted(Generation(step)))
-            before.append((rule.status() or {})["before"])
+            before.append((rule.promotion or {})["before"])
     assert before == [3, 5, 3, 5], "in a row, and no more than there are"
     assert logged[0] is not None
     assert logged[1:] == [None] * 3, "such promotions are too many for the log"
@@ -122,7 +122,7 @@ def test_full_coverage_is_logged_with_every_cycle():
         sentence = rule.promoted(Generation(step))
         assert sentence is not None
     facts = {"step": 10, "coverage": "full", "paths": 5, "state": False, "before": 5, "after": 5}
-    assert rule.status() == {**facts, "sentence": sentence}
+    assert rule.promotion == {**facts, "sentence": sentence}
 
 
 def test_another_name_of_coverage_is_refused():

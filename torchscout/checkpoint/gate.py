@@ -218,8 +218,7 @@ class CheckpointGate:
     @property
     def in_memory(self) -> frozenset[Generation]:
         """Every generation that memory must hold: the latest, and what is not sealed or not in files yet."""
-        needed = (row.generation for row in self.rows if row.in_memory or row.due or not row.sealed)
-        return frozenset(needed)
+        return frozenset(row.generation for row in self.rows if row.in_memory or row.due or not row.sealed)
 
     def row(self, generation: Generation) -> Row | None:
         return next((row for row in self.rows if row.generation == generation), None)
@@ -281,22 +280,21 @@ def _refuse_nonsense(gate: CheckpointGate) -> None:
     if steps != sorted({*steps}):
         raise ValueError("the rows of a checkpoint gate must be of ascending steps")
     for row in gate.rows:
-        is_of_now = row.generation.lineage <= gate.lineage and (
-            not row.accepted or row.generation.step <= gate.step
-        )
-        allowed = {
-            "what is in memory, in files or verified is sealed": row.sealed
-            or not (row.in_memory or row.in_files or row.verified),
-            "what is sealed or due was accepted": row.accepted or not (row.sealed or row.due),
-            "what is due is not in files yet": not (row.due and row.in_files),
-            "a dense model has no cycle": not row.ends_cycle or gate.recipes is not None,
-            "after corruption only what is verified is sealed": gate.poisoned is None
-            or row.verified
-            or not row.sealed,
-            "nothing accepted is newer than the last check": is_of_now,
+        step, lineage = row.generation
+        needs_seal = row.in_memory or row.in_files or row.verified
+        is_distrusted = gate.poisoned is not None and not row.verified
+        is_newer = lineage > gate.lineage or (row.accepted and step > gate.step)
+        broken = {
+            "what is in memory, in files or verified is sealed": needs_seal and not row.sealed,
+            "what is sealed or due was accepted": (row.sealed or row.due) and not row.accepted,
+            "what is due is not in files yet": row.due and row.in_files,
+            "a dense model has no cycle": row.ends_cycle and gate.recipes is None,
+            "after corruption only what is verified is sealed": row.sealed and is_distrusted,
+            "nothing accepted is newer than the last check": is_newer,
         }
-        if broken := [rule for rule, kept in allowed.items() if not kept]:
-            raise ValueError(f"no such state of a checkpoint gate: {row.generation}: {'; '.join(broken)}")
+        if any(broken.values()):
+            rules = "; ".join(rule for rule, is_broken in broken.items() if is_broken)
+            raise ValueError(f"no such state of a checkpoint gate: {row.generation}: {rules}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -402,7 +400,7 @@ def _accepted(gate: CheckpointGate, event: Checked) -> _Next:
     reason += f", and {ripe} is verified" if ripe is not None else ""
     if not captures:
         return gate, Effects(f"{reason}; nothing is captured", None, ripe)
-    return _with(gate, fresh), Effects(reason, fresh, ripe)
+    return replace(gate, rows=(*gate.rows, fresh)), Effects(reason, fresh, ripe)
 
 
 def _not_checked(gate: CheckpointGate, event: Checked) -> _Next:
@@ -432,7 +430,8 @@ def _begun(gate: CheckpointGate, event: Changed) -> _Next:
         return gate, Effects(f"{fresh.generation} is not captured: corruption was found")
     if not all(row.accepted for row in gate.rows) or fresh.generation.step <= gate.step:
         raise ValueError(f"{fresh.generation} cannot be captured before the verdict on the last check")
-    return _with(gate, fresh), Effects(f"{fresh.generation} waits for its check's verdict", fresh)
+    reason = f"{fresh.generation} is captured, and its check has no verdict yet"
+    return replace(gate, rows=(*gate.rows, fresh)), Effects(reason, fresh)
 
 
 def _sealed(gate: CheckpointGate, event: Changed) -> _Next:
@@ -445,19 +444,13 @@ def _sealed(gate: CheckpointGate, event: Changed) -> _Next:
 
 
 def _written(gate: CheckpointGate, event: Changed) -> _Next:
-    if event.generation != gate.writing:  # its lineage or cycle was dropped meanwhile
-        return gate, Effects(f"{event.generation} is no longer needed in files")
-    reason = f"the files of {event.generation} are sealed on every rank"
-    return _changed(gate, event.generation, due=False, in_files=True), Effects(reason)
-
-
-def _write_failed(gate: CheckpointGate, event: Changed) -> _Next:
-    reason = f"the files of {event.generation} could not be written on every rank"
-    if event.generation != gate.writing:
-        return gate, Effects(reason)
-    # At least one, so that a full disk is not tried again at every check.
-    gate = replace(gate, unwritten=max(gate.unwritten, 1))
-    return _changed(gate, event.generation, due=False), Effects(reason)
+    written, is_in_files = event.generation, event.kind == "written"
+    reason = f"the files of {written} " + ("are sealed" if is_in_files else "could not be written")
+    if written != gate.writing:  # its lineage or cycle was dropped meanwhile
+        return gate, Effects(f"{reason}, and no longer needed")
+    if not is_in_files:  # at least one, so that a full disk is not tried again at every check
+        gate = replace(gate, unwritten=max(gate.unwritten, 1))
+    return _changed(gate, written, due=False, in_files=is_in_files), Effects(f"{reason} on every rank")
 
 
 def _lost(gate: CheckpointGate, event: Changed) -> _Next:
@@ -509,14 +502,10 @@ _TRANSITIONS: dict[str, Callable[[CheckpointGate, Any], _Next]] = {
     "begun": _begun,
     "sealed": _sealed,
     "written": _written,
-    "write_failed": _write_failed,
+    "write_failed": _written,
     "lost": _lost,
     "recovered": _recovered,
 }
-
-
-def _with(gate: CheckpointGate, row: Row) -> CheckpointGate:
-    return replace(gate, rows=(*gate.rows, row))
 
 
 def _changed(gate: CheckpointGate, generation: Generation | None, **flags: Any) -> CheckpointGate:

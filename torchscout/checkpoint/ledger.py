@@ -169,10 +169,11 @@ def _least(rows: Sequence[Row]) -> Row:
     least = Row(rows[0].generation, **{name: all(getattr(row, name) for row in rows) for name in FLAGS})
     # Where a sealed generation is does not say how far it is trusted, and what one rank knows holds for all.
     in_files = least.sealed and any(row.in_files for row in rows)
+    is_nowhere_else = least.sealed and not in_files and not least.due
     return replace(
         least,
         ends_cycle=least.ends_cycle and in_files == least.in_files,  # a candidate only where all say so
-        in_memory=least.sealed and any(row.in_memory for row in rows),
+        in_memory=least.in_memory or (is_nowhere_else and any(row.in_memory for row in rows)),
         due=least.due and not in_files,
         in_files=in_files,
     )

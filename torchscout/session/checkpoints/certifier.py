@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from torchscout.checkpoint import ledger
@@ -133,34 +133,6 @@ class CheckCoverage:
     """Whether the state of all layers was compared or watched."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Promotion:
-    """What a promoted generation had."""
-
-    step: int
-    coverage: str
-    """What was needed; see ``CheckpointConfig.coverage``."""
-    paths: int | None
-    """The paths of the catalog; None without a catalog."""
-    state: bool
-    """Whether the check before its capture compared or watched the state of all layers."""
-    before: int = 0
-    """How many of the paths were accepted in a row up to the capture."""
-    after: int = 0
-    """How many of the paths were accepted in a row after it."""
-
-    def sentence(self) -> str:
-        state = "state of all layers"
-        what = f"the {state}" if self.state else f"what was replayed, without the {state}"
-        accepted = f"Step {self.step} is verified: the check after it accepted {what}"
-        if self.paths is None:
-            return f"{accepted}."
-        return (
-            f"{accepted}. Of the {self.paths} paths of the expert catalog, {self.before} were accepted "
-            f"before it was captured and {self.after} after that."
-        )
-
-
 class PromotionRule:
     """Says how much a check counts, and remembers what each generation had when it was captured."""
 
@@ -176,7 +148,9 @@ class PromotionRule:
         """Whether the last check covered the state of all layers."""
         self._captured: dict[Generation, tuple[int, bool]] = {}
         """Both, when each of the last generations was captured."""
-        self._last: _Promotion | None = None
+        self.promotion: dict[str, Any] | None = None
+        """What the newest promoted generation had: whether the check before its capture compared or watched
+        the ``state`` of all layers, and how many paths were accepted in a row ``before`` it and ``after``."""
 
     def worth(self, check: CheckCoverage) -> int:
         """Return how many recipes of the gate's cycle an accepted check counts for; 0 certifies nothing."""
@@ -200,14 +174,25 @@ class PromotionRule:
         (before, has_state), after = self._captured.get(generation, (0, False)), 0
         if self.recipes is not None:  # the gate has counted them
             before = after = self.recipes
-        is_first = self._last is None
-        self._last = _Promotion(generation.step, self._coverage, self._paths, has_state, before, after)
-        is_rare = self._paths is not None and (is_first or self.recipes is not None)
-        return self._last.sentence() if is_rare else None
-
-    def status(self) -> dict[str, Any] | None:
-        """The newest promotion in this run; None if there was none."""
-        return None if self._last is None else {**asdict(self._last), "sentence": self._last.sentence()}
+        is_rare = self._paths is not None and (self.promotion is None or self.recipes is not None)
+        what = "the state of all layers"
+        what = what if has_state else f"what was replayed, without {what}"
+        sentence = f"Step {generation.step} is verified: the check after it accepted {what}."
+        if self._paths is not None:
+            sentence += (
+                f" Of the {self._paths} paths of the expert catalog, {before} were accepted before it was "
+                f"captured and {after} after that."
+            )
+        self.promotion = {
+            "step": generation.step,
+            "coverage": self._coverage,
+            "paths": self._paths,
+            "state": has_state,
+            "before": before,
+            "after": after,
+            "sentence": sentence,
+        }
+        return sentence if is_rare else None
 
 
 _REMEMBERED = 8

@@ -335,7 +335,7 @@ class CheckpointManager:
             "memory": str(self._memory),
             "directory": str(self._disk),
             **self.metrics(),
-            "promotion": self._rule.status(),
+            "promotion": self._rule.promotion,
             "held_seconds": None if self._capture is None else self._capture.held_seconds,
             "reason": self._reason,
             "lacking": self._coverage.lacking,
