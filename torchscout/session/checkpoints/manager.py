@@ -181,7 +181,10 @@ class CheckpointManager:
         except CheckpointError:
             is_written, unwritten = False, True
         is_lost = differs or not self._is_captured()
-        return CheckVote(outcome, self._gate.accepted, is_lost, not is_written, unwritten).votes()
+        unready = not self._snapshots.is_ready()
+        return CheckVote(
+            outcome, self._gate.accepted, is_lost, not is_written, unwritten, unready=unready
+        ).votes()
 
     def set_coverage(
         self, coverage: RecipeCycle, progress: Mapping[str, Stateful], covered: Callable[[], str] = str
@@ -206,6 +209,8 @@ class CheckpointManager:
         if self._capture is not None and self._capture.problem is not None:
             self._problems.add([self._capture.problem])
         self._rule.checked((vote := CheckVote.counted(counted)).outcome, check)
+        if vote.unready:
+            self._snapshots.skip("a rank has no memory ready for it")
         for event in events_of(self._gate, step, vote, self._rule.worth(check)):
             self._carry_out(event)
         self._write_ledgers()
