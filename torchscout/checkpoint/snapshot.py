@@ -203,9 +203,9 @@ class Snapshots:
 
     def prepare(self, size: int, tensors: Iterable[torch.Tensor] = ()) -> None:
         """Prepare memory in the background for snapshots of about this size of state on these devices."""
+        self._size = max(size, self._size)
+        self._device = _cuda_device(tensors)
         if self._idle.is_set():
-            self._size = max(size, self._size)
-            self._device = _cuda_device(tensors)
             self._begin(self._prepare)
 
     def is_ready(self) -> bool:
@@ -307,8 +307,11 @@ class Snapshots:
         threading.Thread(target=run, name="torchscout-snapshot", daemon=True).start()
 
     def _prepare(self) -> None:
+        size = 0
         try:
-            self._pool.prepare(self._size, self._device)
+            while size < self._size:  # it may become larger meanwhile
+                size = self._size
+                self._pool.prepare(size, self._device)
         finally:
             self._idle.set()
 

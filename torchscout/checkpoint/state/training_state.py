@@ -335,12 +335,14 @@ def expected_bytes(parts: StateParts) -> int:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 slots = optimizer.state.get(parameter)
-                total += _slot_bytes(slots) if slots else _USUAL_SLOTS * local_of(parameter).nbytes
-    return total
+                total += _tensor_bytes(slots) if slots else _USUAL_SLOTS * local_of(parameter).nbytes
+    return total + sum(
+        _tensor_bytes(each.state_dict()) for each in parts.registered.values() if not is_loader(each)
+    )
 
 
-def _slot_bytes(slots: Any) -> int:
-    return sum(each.nbytes for each in encoding.encode(_Taken().tree(slots, "")).tensors.values())
+def _tensor_bytes(tree: Any) -> int:
+    return sum(each.nbytes for each in encoding.encode(_Taken().tree(tree, "")).tensors.values())
 
 
 class _Taken:

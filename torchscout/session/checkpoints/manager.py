@@ -78,7 +78,7 @@ __all__ = ["CheckpointManager"]
 _COPY_SECONDS = 30.0
 """How long a job that resumes waits at most for the copies of the loaded state on other machines."""
 _MEMORY_SECONDS = 1.0
-"""How long attaching waits for memory, so that the first check of a short job can be captured."""
+"""How long attaching and registering wait for memory, so that short jobs can be captured from the start."""
 
 
 class _Signed:
@@ -166,6 +166,7 @@ class CheckpointManager:
             raise ValueError(f"{name!r} must have state_dict() and load_state_dict(), got {type(stateful)}")
         training_state.require_storable(name, stateful)
         self._registered[name] = stateful
+        self._prepare_memory(training_state.expected_bytes(self._state()))
 
     def step_begins(self) -> None:
         """Start the capture that is due. Call when a step begins, before anything of it has happened."""
@@ -418,15 +419,18 @@ class CheckpointManager:
             protected=lambda: self._ledgers.needed(Tier.MEMORY, self._gate),
         )
         self._undo.callback(self._snapshots.close)
-        # Saved inputs are usually a small part of the state. If they are not, memory is prepared again.
-        saved = min(self.saved_calls.limit, expected // 4)
-        self._snapshots.prepare(expected + saved, self._state().tensors)
-        self._snapshots.wait_until_ready(_MEMORY_SECONDS)
+        self._prepare_memory(expected)
         self._replication = StateReplication(job, self._memory, wanted=config.replicate)
         self._undo.callback(self._replication.close)
         self._remains = RankRemains.found((self._memory, self._disk), self._member)
         self._ledgers = Ledgers(self._member, self._memory, self._disk, self._remains.ledgers)
         self._problems.add(self._remains.problems)
+
+    def _prepare_memory(self, expected: int) -> None:
+        # Saved inputs are usually a small part of the state. If they are not, memory is prepared again.
+        saved = min(self.saved_calls.limit, expected // 4)
+        self._snapshots.prepare(expected + saved, self._state().tensors)
+        self._snapshots.wait_until_ready(_MEMORY_SECONDS)
 
     def _meet(self) -> None:
         """Exchange addresses for copies, and what an earlier run has left."""
