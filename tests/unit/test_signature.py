@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torchscout.c3.fold import MULTIPLIER, SALT, dense, fold_with_torch
 from torchscout.c3.signature import (
     Algorithm,
+    LastPlan,
     PendingSignatures,
     read_signatures,
     signature,
@@ -356,3 +357,15 @@ def test_pending_signatures_are_those_of_the_bytes_when_they_were_begun():
         first, second, third = read_signatures(pending)
         assert first + second == expected
         assert third == signatures(tensors[3:])
+
+
+def test_a_plan_is_made_anew_only_when_a_tensor_has_moved():
+    tensors, plans = [torch.arange(5.0), torch.ones(3, dtype=torch.bfloat16)], LastPlan()
+    first = plans.of(tensors)
+    tensors[0] += 1
+    assert plans.of(tensors) is first
+    assert first.start().read() == signatures(tensors)
+    tensors[0].data = torch.arange(7.0)
+    again = plans.of(tensors)
+    assert again is not first
+    assert again.start().read() == signatures(tensors)

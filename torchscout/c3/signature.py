@@ -14,7 +14,7 @@ import struct
 from collections.abc import Sequence
 from enum import Enum
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Algorithm",
+    "LastPlan",
     "PendingSignatures",
     "SignaturePlan",
     "digest",
@@ -92,6 +93,22 @@ class SignaturePlan:
     def start(self) -> PendingSignatures:
         """Sign the tensors as they are now, on the current stream of each device."""
         return PendingSignatures.planned(self)
+
+
+class LastPlan:
+    """The plan for tensors that are signed again and again, made anew only when one of them has moved."""
+
+    def __init__(self) -> None:
+        self._places: list[tuple[Any, ...]] = []
+        self._plan: SignaturePlan | None = None
+
+    def of(self, tensors: Iterable[Tensor]) -> SignaturePlan:
+        """Return the plan for these tensors as they are now."""
+        tensors = [*tensors]
+        places = [(each.data_ptr(), each.dtype, each.shape, each.stride()) for each in tensors]
+        if self._plan is None or places != self._places:
+            self._places, self._plan = places, SignaturePlan(tensors)
+        return self._plan
 
 
 class PendingSignatures:

@@ -33,7 +33,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from torchscout.c3.signature import PendingSignatures, read_signatures
+from torchscout.c3.signature import LastPlan, PendingSignatures, read_signatures
 from torchscout.checkpoint.buffers import Buffer, BufferPool
 from torchscout.checkpoint.gate import Generation, TrustLevel
 from torchscout.checkpoint.state.training_state import SCOUT_PREFIX, State
@@ -144,6 +144,7 @@ class _Task:
     sides: Sequence[_Side]
     known: Mapping[int, tuple[weakref.ref[torch.Tensor], str]]
     """``Buffer.saved`` of the snapshot before."""
+    signing: LastPlan
     later: list[Callable[[], None]] = field(default_factory=list)
     """Copies that the background thread makes."""
     folds: list[PendingSignatures] = field(default_factory=list)
@@ -156,7 +157,7 @@ class _Task:
 
     def fold(self) -> None:
         """Compute, or begin to compute, the signatures of the live tensors."""
-        self.folds.append(PendingSignatures(self.live.values()))
+        self.folds.append(self.signing.of(self.live.values()).start())
         for side in self.sides:
             side.follow_training()  # which reads them
 
@@ -196,6 +197,7 @@ class Snapshots:
         self._outline = Outline([], 0)
         """The layout of the last snapshot."""
         self._unfenced: _Task | None = None
+        self._signing = LastPlan()
         self._idle = threading.Event()
         """Whether no capture and no preparation is in progress."""
         self._idle.set()
@@ -330,7 +332,9 @@ class Snapshots:
         buffer = self._buffer(outline.size, _cuda_device(tensors.values()))
         known, buffer.saved = buffer.saved, {}
         sides = [_Side(device) for device in {each.device for each in tensors.values() if not each.is_cpu}]
-        task = _Task(capture, role, state.document, tensors, live, outline, buffer, sides, known)
+        task = _Task(
+            capture, role, state.document, tensors, live, outline, buffer, sides, known, self._signing
+        )
         rows = [
             (name, each, first) for (name, each), first in zip(tensors.items(), outline.places, strict=True)
         ]
@@ -467,7 +471,7 @@ def _require_unchanged(task: _Task) -> None:
         for side in task.sides:
             streams.enter_context(side.work())
         if len(task.folds) == 1:  # no update follows, and all copies are complete
-            task.folds.append(PendingSignatures(task.live.values()))
+            task.folds.append(task.signing.of(task.live.values()).start())
         signatures = read_signatures(task.folds)
     for name, *each in zip(task.live, *signatures, strict=True):
         if len(set(each)) > 1:

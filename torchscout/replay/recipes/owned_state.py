@@ -27,7 +27,7 @@ import torch
 import xxhash
 
 from torchscout.c3.fold import signed
-from torchscout.c3.signature import SignaturePlan
+from torchscout.c3.signature import LastPlan
 from torchscout.decision.types import Surface
 from torchscout.errors import ReplayError, describe_error
 from torchscout.mesh import LayerKind
@@ -86,8 +86,8 @@ class OwnedStateRecipe(Recipe):
         """Number of windows of owned state since the last check in which nothing could be watched."""
         self._pace = Pace()
         self._turn = 0
-        self._plans: dict[bool, tuple[list[Row], SignaturePlan]] = {}
-        """How owned state and working copies were signed last."""
+        self._plans = {False: LastPlan(), True: LastPlan()}
+        """Of owned state, and of working copies."""
         self._written: set[Surface] = set()
         """State that the program writes to; see [Note: writes of the program]."""
         self.share = 1.0
@@ -127,7 +127,6 @@ class OwnedStateRecipe(Recipe):
     def close(self) -> None:
         self._open.clear()
         self._closed.clear()
-        self._plans.clear()
         self._copies.close()
         while self._hooks:
             self._hooks.pop().remove()
@@ -232,20 +231,10 @@ class OwnedStateRecipe(Recipe):
         rows = {name: row for name, row in every.items() if name in due}
         total = sum(row.bytes for row in every.values())
         try:
-            plan = self._plan_for([*rows.values()], are_copies)
+            plan = self._plans[are_copies].of(row.local for row in rows.values())
             self._open.append(Window(step, rows, plan, total, are_copies=are_copies))
         except _UNREADABLE as error:
             self._failed(rows, error, are_copies=are_copies)
-
-    def _plan_for(self, rows: list[Row], are_copies: bool) -> SignaturePlan:
-        """Return how to sign these rows: as in the step before, if they have not moved since."""
-        last, plan = self._plans.get(are_copies, ([], None))
-        if plan is None or [(id(row.local), row.address) for row in last] != [
-            (id(row.local), row.address) for row in rows
-        ]:
-            plan = SignaturePlan(row.local for row in rows)
-            self._plans[are_copies] = rows, plan
-        return plan
 
     def _pass_ended(self) -> None:
         """Watch working copies that the forward pass has gathered."""
