@@ -377,7 +377,19 @@ def _middle(plan: Plan, rank: int, step: int, session: Session | None) -> None:
     if session is not None:
         _wait(plan, rank, step, session)
     if plan.killed.get(rank) == step and not plan.after_update:
+        if session is not None:
+            _wait_for_capture(plan, rank, session)
         kill()
+
+
+def _wait_for_capture(plan: Plan, rank: int, session: Session) -> None:
+    """For a while: some captures fail."""
+    step, deadline = session.status()["checkpoint"]["capturing"], time.monotonic() + 10
+    pattern = f"*/step-{step or 0:010d}.lineage-*/rank-{rank}-of-*.held-by-{rank}.shard"
+    while step is not None and plan.memory is not None and time.monotonic() < deadline:
+        if [*plan.memory.glob(pattern)]:
+            return
+        time.sleep(0.01)
 
 
 def _wait(plan: Plan, rank: int, step: int, session: Session) -> None:

@@ -178,7 +178,7 @@ class BufferPool:
         self._limit = limit
         self._protected = protected
         self._lock = threading.Lock()
-        self._problem = ""
+        self.problem = ""
         """Why not all buffers are prepared."""
         left = shard_files(folder, owner=rank, holder=rank) if folder.is_dir() else []
         self._buffers = [Buffer(each.path, each.generation) for each in left]
@@ -188,7 +188,7 @@ class BufferPool:
 
         Call it on one background thread at a time, and not between ``take`` and ``seal``.
         """
-        self._problem = ""
+        self.problem = ""
         try:
             while len(self._buffers) < self._count:
                 buffer = Buffer.create(self._temporary())
@@ -204,7 +204,7 @@ class BufferPool:
                 finally:
                     self._release([buffer])
         except (OSError, RuntimeError) as error:
-            self._problem = f": {error}"
+            self.problem = str(error)
 
     def is_ready(self, size: int) -> bool:
         """Whether there is a buffer with room for the next snapshot.
@@ -227,7 +227,8 @@ class BufferPool:
             if unused := [each for each in roomy if each.generation is None]:
                 return unused[0]
             if len(roomy) < self._count:
-                raise CheckpointError(f"no memory for {size} bytes is ready{self._problem}")
+                why = f": {self.problem}" if self.problem else ""
+                raise CheckpointError(f"no memory for {size} bytes is ready{why}")
             for buffer in roomy:
                 if buffer.generation not in needed and not buffer.readers and self._unseal(buffer):
                     return buffer

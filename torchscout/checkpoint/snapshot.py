@@ -222,6 +222,11 @@ class Snapshots:
         self._begin(self._prepare)
         return False
 
+    @property
+    def problem(self) -> str:
+        """Why memory could not be prepared; empty if it could, or is being prepared."""
+        return self._pool.problem
+
     def wait_until_ready(self, seconds: float) -> bool:
         """Wait for the end of what is in progress; returns ``is_ready``."""
         return self._idle.wait(seconds) and self.is_ready()

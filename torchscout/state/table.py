@@ -41,13 +41,13 @@ class Row:
 
     @property
     def bytes(self) -> int:
-        return self.local.nbytes
+        return self.local.numel() * self.local.element_size()
 
     @property
     def is_current(self) -> bool:
         """Whether it still has the same memory."""
         local = _local_of(self.tensor)  # FSDP makes another tensor of the same memory in each step
-        return _address_of(local) == self.address and local.nbytes == self.local.nbytes
+        return _address_of(local) == self.address and local.shape == self.local.shape
 
 
 def row_of(name: Surface, tensor: torch.Tensor) -> Row:

@@ -244,6 +244,7 @@ class CheckpointManager:
         self._rule.checked(vote.outcome, check)
         if vote.unready and vote.outcome.accepted:
             self._snapshots.skip("a rank has no memory ready for it")
+            self._problems.add(filter(None, [self._snapshots.problem]))
         for event in events_of(self._gate, step, vote, self._rule.worth(check)):
             self._carry_out(event)
         self._write_ledgers()
