@@ -252,7 +252,7 @@ JOBS: dict[str, Entry] = {
         forward_alone, compared=REPLICATED, unchecked=(), wrong={"output": WRONG["output"]}, patience=3
     ),
     "compiled-with-breaks": Entry(
-        with_breaks, compared=REPLICATED, unchecked=(), patience=3, in_ci=("healthy",), on_cuda=("healthy",)
+        with_breaks, compared=REPLICATED, unchecked=(), patience=3, on_cuda=("healthy",)
     ),
     "compiled-dynamic": Entry(
         with_dynamic_shapes, compared=REPLICATED, unchecked=(), patience=3, on_cuda=("healthy",)
@@ -262,7 +262,7 @@ JOBS: dict[str, Entry] = {
         compared=REPLICATED,
         unchecked=(),
         wrong=GRAPHED,
-        in_ci=("wrong_number:output", "resumed"),
+        in_ci=("wrong_number:output",),
         on_cuda=(*_ON_CUDA, "wrong_number:gradient", "wrong_number:weight", "late", "resumed"),
     ),
     "cuda-graph-float8": Entry(

@@ -233,7 +233,6 @@ JOBS: dict[str, Entry] = {
         compared=_LLAMA,
         unchecked=(),
         wrong=_OUTPUT,
-        in_ci=("wrong_number:output",),
         **_TRAINER,
     ),
     "huggingface-trainer-recomputing": Entry(
@@ -247,7 +246,6 @@ JOBS: dict[str, Entry] = {
         compared=_LLAMA,
         unchecked=(),
         wrong=_OUTPUT,
-        in_ci=("resumed",),
         needs=("transformers", "accelerate"),
     ),
     "lightning": Entry(

@@ -324,13 +324,9 @@ JOBS: dict[str, Entry] = {
         in_ci=("healthy", "wrong_number:output"),
         on_cuda=(*_ON_CUDA, "wrong_number:output", "late", "resumed"),
     ),
-    "nanogpt-accumulation": Entry(
-        accumulation, compared=REPLICATED, unchecked=(), in_ci=("healthy",), on_cuda=_ON_CUDA
-    ),
+    "nanogpt-accumulation": Entry(accumulation, compared=REPLICATED, unchecked=(), on_cuda=_ON_CUDA),
     "activation-offload": Entry(activation_offload, compared=REPLICATED, unchecked=(), on_cuda=_ON_CUDA),
-    "checkpointing": Entry(
-        checkpointing, compared=REPLICATED, unchecked=(), in_ci=("healthy",), on_cuda=_ON_CUDA
-    ),
+    "checkpointing": Entry(checkpointing, compared=REPLICATED, unchecked=(), on_cuda=_ON_CUDA),
     "checkpointing-reentrant": Entry(
         checkpointing_reentrant,
         not_slowed="layers that use_reentrant=True recomputes are not replayed",
@@ -341,7 +337,5 @@ JOBS: dict[str, Entry] = {
     "lora": Entry(lora, unchecked=(), on_cuda=_ON_CUDA),
     "reinforcement": Entry(reinforcement, compared=REPLICATED, unchecked=()),
     "lstm": Entry(lstm, on_cuda=("healthy",)),
-    "unusual-layers": Entry(
-        unusual_layers, unchecked=(), wrong=_OUTPUT, in_test=("healthy",), in_ci=("slow_then_flipped",)
-    ),
+    "unusual-layers": Entry(unusual_layers, unchecked=(), wrong=_OUTPUT, in_test=("healthy",)),
 }

@@ -284,7 +284,7 @@ _PAIR = "not tried: of two that do the same work, none is named"
 JOBS: dict[str, Entry] = {
     "pipeline-1f1b": entry(
         Layout("1f1b"),
-        in_ci=("wrong_number:output", "wrong_number:gradient", "wrong_number:weight", "late"),
+        in_ci=("wrong_number:output", "wrong_number:gradient", "wrong_number:weight"),
         wrong={
             "output": Wrong("blocks.1/output", 2, step=2, bit=3, calls=REPLAYED),
             "later-output": Wrong("blocks.3/output", 5, step=3, bit=3, calls=REPLAYED),
@@ -298,7 +298,6 @@ JOBS: dict[str, Entry] = {
     ),
     "pipeline-interleaved": entry(
         Layout("interleaved", by_degrees=True),
-        in_ci=("healthy",),
         wrong={
             "output": Wrong("1.blocks.5/output", 2, step=4, bit=3, calls=REPLAYED),
         },

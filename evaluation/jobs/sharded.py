@@ -147,7 +147,6 @@ JOBS: dict[str, Entry] = {
         compared=OWNED,
         unchecked=(),
         wrong={"output": _OF_SHARDS["output"]},
-        in_ci=("healthy",),
     ),
     "fsdp2-bfloat16": Entry(
         partial(fsdp2, shard=in_bfloat16),
@@ -185,7 +184,7 @@ JOBS: dict[str, Entry] = {
         compared=(*REPLICATED, *_REDUCED),
         unchecked=(),
         wrong=_OF_REPLICAS,
-        in_ci=("healthy", "wrong_number:weight", "wrong_number:reduced"),
+        in_ci=("wrong_number:weight", "wrong_number:reduced"),
         on_cuda=_ON_CUDA,
     ),
     "hsdp-two-replicas": Entry(

@@ -186,7 +186,7 @@ def distillation(job: Job) -> None:
 
 _ON_CUDA = ("healthy", "slow_then_flipped")
 JOBS: dict[str, Entry] = {
-    "resnet": Entry(resnet, unchecked=(), in_ci=("healthy",), on_cuda=_ON_CUDA),
+    "resnet": Entry(resnet, unchecked=(), on_cuda=_ON_CUDA),
     "resnet-local-statistics": Entry(resnet_local_statistics, unchecked=(), on_cuda=_ON_CUDA),
     "vit": Entry(vit),
     "ema-averaged-model": Entry(ema_averaged_model),
