@@ -95,6 +95,11 @@ def test_within_a_long_cycle_files_are_written_in_between_and_are_never_promoted
     assert (steps(gate), seen[-1]) == ((14, 14, 7), (None, [7, 14]))
 
 
+def test_verified_files_are_not_called_candidates_in_between():
+    gate = train(CheckpointGate(persist_every=2), "hh")
+    assert (steps(gate), in_files(gate), gate.interim) == ((2, None, 2), [1], None)
+
+
 def test_files_in_between_that_are_late_delay_the_end_of_a_cycle_by_a_check():
     gate = train(CheckpointGate(recipes=3, persist_every=2), "hhh", write=False)
     assert (steps(gate), gate.writing) == ((3, None, None), Generation(2))

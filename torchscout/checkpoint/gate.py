@@ -181,7 +181,7 @@ class CheckpointGate:
     def interim(self) -> Generation | None:
         """The newest files, if they are neither verified nor the candidate's: candidates in between."""
         newest = self._newest(lambda row: row.in_files)
-        return None if newest in (None, self.candidate, self.verified) else newest
+        return None if newest in (None, self.candidate, *self.trusted) else newest
 
     @property
     def verified(self) -> Generation | None:
