@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import secrets
 import time
@@ -20,11 +21,10 @@ from torchscout.adapters.base import Adapter
 from torchscout.adapters.modules import stages_of
 from torchscout.adapters.pytorch import NoModelAdapter
 from torchscout.adapters.recipe_builder import (
-    are_experts_spread,
+    RecipeBuilder,
     device_of_job,
-    expert_parameters,
     keep_common,
-    recipes_for,
+    table_of,
 )
 from torchscout.adapters.registry import adapter_for
 from torchscout.adapters.structure import Part, Structure, surface_of
@@ -63,6 +63,7 @@ from torchscout.session.replay.driver import ReplayDriver, ReplayParts
 from torchscout.session.replay.pace import EXPERTS
 from torchscout.session.replay.recovery import RecoveringReplay
 from torchscout.session.session import Parts, Session
+from torchscout.state.table import StateTable
 from torchscout.utils._torch import missing_names
 from torchscout.utils.cuda_graphs import before_replays, is_capturing
 from torchscout.utils.identity import device_name, host_name, job_name, launcher_job
@@ -178,7 +179,7 @@ def _require_private_names() -> None:
         )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class _Base:
     """What the parts of a session are built from."""
 
@@ -189,6 +190,11 @@ class _Base:
     communicators: Communicators
     job: Job
     boundary: Boundary
+
+    @functools.cached_property
+    def table(self) -> StateTable:
+        """The state of this rank; there is none if the adapter has an obstacle."""
+        return table_of(self.adapter)
 
 
 def _adapter(model: Any, optimizer: Any, parallelism: Mesh | DeviceMesh | Parallelism | None) -> Adapter:
@@ -246,16 +252,11 @@ def _directory(run_dir: Path) -> str | None:
 
 def _checkpoints(base: _Base, config: CheckpointConfig, undo: ExitStack) -> CheckpointManager:
     """Open the checkpoints. What the user must change (folder, budget) is a ``ScoutError`` on every rank."""
-    from torchscout.checkpoint.state.training_state import StateParts
     from torchscout.session.checkpoints.manager import CheckpointManager  # imports ZeroMQ
 
     adapter, job = base.adapter, base.job
     model, optimizers = adapter.model, adapter.optimizers()
-    differing = set(adapter.unreplicated_parameters())
-    if are_experts_spread(job.mesh):  # ranks with the same experts hold copies of them
-        differing -= expert_parameters(adapter, base.experts).keys()
     names = {surface_of(name): name for name, _ in model.named_parameters()}
-    unreplicated = [name for surface, name in names.items() if surface in differing]
     # Optimizers show most of the owned state themselves; adapters may name the same memory more than once.
     shown = {each.data_ptr() for of in optimizers for group in of.param_groups for each in group["params"]}
     every = adapter.owned_state()
@@ -264,9 +265,7 @@ def _checkpoints(base: _Base, config: CheckpointConfig, undo: ExitStack) -> Chec
         for surface, each in every.items()
         if each.data_ptr() not in shown
     }
-    if every:
-        unreplicated += StateParts(model, optimizers, {}, owned).masters
-    manager = CheckpointManager(job, config, base.communicators, model, optimizers, unreplicated, owned)
+    manager = CheckpointManager(job, config, base.communicators, model, optimizers, base.table, owned)
     undo.callback(manager.close)
     if job.rank == 0:
         base.boundary.guarded(lambda: add_run(Path(config.directory).absolute(), job.run_dir))
@@ -354,9 +353,8 @@ def _replay(
             return None, unpaired or agreed
         shapes, lacking = (None, ALONE) if is_alone else _shapes(base, config)
         structure = None if is_alone else base.structure
-        recipes = recipes_for(
-            adapter, config, job.mesh, job.rank, structure, base.experts, shapes, communicators
-        )
+        builder = RecipeBuilder(adapter, base.table, config, job.mesh, job.rank, communicators)
+        recipes = builder.recipes(structure, base.experts, shapes)
         turns = [each.order.cycle for each in recipes if each.kind == EXPERTS]
         (most,) = communicators.highest([max(turns, default=0)])
         peers = _peers(job, communicators, device_of_job(adapter))
@@ -366,6 +364,7 @@ def _replay(
             recipes=recipes,
             cycle=RecipeCycle(most if shapes is not None and most else None, lacking),
             parameters=adapter.parameters().values(),
+            table=base.table,
             mesh=job.mesh,
             communicators=communicators,
             peers=peers,

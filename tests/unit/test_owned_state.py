@@ -14,7 +14,7 @@ def stepped(state: dict[str, torch.Tensor]) -> OwnedStateRecipe:
     """A recipe over two steps of an optimizer."""
     weight = torch.nn.Parameter(torch.ones(4))
     optimizer = torch.optim.SGD([weight], lr=0.1)
-    recipe = OwnedStateRecipe(lambda: StateTable(state).rows, [optimizer])
+    recipe = OwnedStateRecipe(lambda: StateTable(state).view().rows, [optimizer])
     recipe.start()
     for step in range(2):
         recipe.watch_after(step)

@@ -211,7 +211,7 @@ def test_all_state_is_exchanged_in_full_only_where_it_differs():
             held = {f"w{place}": torch.full((2,), float(place)) for place in range(50)}
             if peers.rank == wrong:
                 flip_lowest_bit(held["w7"])
-            ranks.append(Rank(peers, [ReplicatedStateRecipe(StateTable(held))]))
+            ranks.append(Rank(peers, [ReplicatedStateRecipe(StateTable(held).view())]))
         outcomes = checked(ranks)
         assert len({rank.peers.exchanges for rank in ranks}) == 1
         found[wrong] = ranks[0].peers.exchanges
@@ -230,7 +230,7 @@ def test_a_rank_without_a_signature_has_all_state_exchanged_in_full():
         held = {f"w{place}": torch.full((2,), float(place)) for place in range(3)}
         if peers.rank == 1:
             held["w1"] = held["w1"].to_sparse()
-        ranks.append(Rank(peers, [ReplicatedStateRecipe(StateTable(held))]))
+        ranks.append(Rank(peers, [ReplicatedStateRecipe(StateTable(held).view())]))
     for outcome in checked(ranks):
         assert named(outcome.records) == {}
         failed = [each for each in outcome.records if "replay failed on rank 1" in str(each.reason)]

@@ -23,7 +23,7 @@ class Rank:
         self.optimizer = make(self.model.parameters(), lr=0.1, **settings)
         named = [*self.model.named_parameters()]
         parameters = {f"model/{name}": each for name, each in (named[::-1] if is_reversed else named)}
-        self.recipe = ReplicatedStateRecipe(StateTable(parameters, [self.optimizer]))
+        self.recipe = ReplicatedStateRecipe(StateTable(parameters, [self.optimizer]).view())
 
     def step(self) -> None:
         self.optimizer.zero_grad()

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from torchscout.c3.signature import signature
-from torchscout.state.table import StateTable
+from torchscout.decision.ownership import BY_DESIGN
+from torchscout.state.table import Equality, Kind, StateTable
 
 
 class Job:
@@ -18,6 +19,7 @@ class Job:
         self.model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
         self.optimizer = make(self.model.parameters(), lr=0.1)
         self.table = StateTable(self.named(), [self.optimizer])
+        self.view = self.table.view()
 
     def named(self) -> dict[str, nn.Parameter]:
         return {f"model/{name}": each for name, each in self.model.named_parameters()}
@@ -28,8 +30,8 @@ class Job:
         self.optimizer.step()
 
     def signed(self) -> dict[str, int]:
-        names = [*self.table.rows]
-        return dict(zip(names, self.table.sign(names).read(), strict=True))
+        names = [*self.view.rows]
+        return dict(zip(names, self.view.sign(names).read(), strict=True))
 
     def expected(self) -> dict[str, int]:
         found = {name: signature(each) for name, each in self.named().items()}
@@ -49,18 +51,18 @@ def job() -> Job:
 
 def test_slots_appear_with_the_first_update():
     job = Job()
-    assert (len(job.table.parameters), len(job.table.slots)) == (4, 0)
+    assert (len(job.view.parameters), len(job.view.slots)) == (4, 0)
     job.step()
-    assert (len(job.table.parameters), len(job.table.slots)) == (4, 12)
-    assert {name.rpartition(".")[2] for name in job.table.slots} == {"exp_avg", "exp_avg_sq", "step"}
+    assert (len(job.view.parameters), len(job.view.slots)) == (4, 12)
+    assert {name.rpartition(".")[2] for name in job.view.slots} == {"exp_avg", "exp_avg_sq", "step"}
 
 
 def test_nothing_is_built_again_while_nothing_moves(job: Job):
     assert job.table.refresh() is True
-    rows = job.table.rows
+    rows = job.view.rows
     job.step()
     assert job.table.refresh() is False
-    assert all(row is rows[name] for name, row in job.table.rows.items())
+    assert all(row is rows[name] for name, row in job.view.rows.items())
     assert job.signed() == job.expected()
 
 
@@ -134,11 +136,11 @@ def test_a_freed_storage_is_not_read(job: Job):
 def test_state_of_several_optimizers_has_one_table():
     job = Job()
     halves = [torch.optim.AdamW(each.parameters()) for each in job.model]
-    table = StateTable(job.named(), halves)
+    view = StateTable(job.named(), halves).view()
     job.model(torch.ones(4, 3)).sum().backward()
     for optimizer in halves:
         optimizer.step()
-    assert len(table.slots) == 4 * 3
+    assert len(view.slots) == 4 * 3
 
 
 def test_slots_that_are_no_tensors_and_slots_of_other_parameters_are_left_out():
@@ -149,6 +151,55 @@ def test_slots_that_are_no_tensors_and_slots_of_other_parameters_are_left_out():
 
     job = Job(Counting)
     some = {name: each for name, each in job.named().items() if name != "model/0.weight"}
-    table = StateTable(some, [job.optimizer])
+    view = StateTable(some, [job.optimizer]).view(some)
     job.step()
-    assert {*table.slots} == {f"{name}.sum" for name in some}
+    assert {*view.slots} == {f"{name}.sum" for name in some}
+
+
+def test_buffers_are_read_where_they_are_now():
+    model = nn.BatchNorm1d(2)
+    table = StateTable({}, modules=lambda: [("norm", model)])
+    view = table.view()
+    assert {name: row.kind for name, row in view.rows.items()} == dict.fromkeys(
+        ("norm/running_mean", "norm/running_var", "norm/num_batches_tracked"), Kind.BUFFER
+    )
+    model.running_mean = torch.ones(2)
+    assert view.rows["norm/running_mean"].tensor is model.running_mean
+    assert table.refresh() is False
+
+
+def test_a_tensor_has_one_name_and_what_nobody_has_named_gets_one():
+    weight, more = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([{"params": [weight]}, {"params": [more]}], momentum=0.9)
+    view = StateTable({"b/weight": weight, "a/tied": weight}, [optimizer]).view()
+    for each in (weight, more):
+        each.grad = torch.ones(2)
+    optimizer.step()
+    unnamed = "optimizer.0/group.1.parameter.0"
+    slots = {"a/tied.momentum_buffer", f"{unnamed}.momentum_buffer"}
+    assert ({*view.parameters}, {*view.slots}) == ({"a/tied", unnamed}, slots)
+
+
+def test_with_whom_a_tensor_is_equal(job: Job):
+    compared, owned, neither = [*job.named()][:3]
+    view = job.table.compare([compared])
+    job.table.own([owned])
+    assert {*view.rows} == {compared, *(f"{compared}.{slot}" for slot in ("exp_avg", "exp_avg_sq", "step"))}
+    job.table.ownership.learn([*view.rows], {f"{compared}.exp_avg": BY_DESIGN})
+    expected = {
+        compared: Equality.VOTED,
+        f"{compared}.step": Equality.VOTED,
+        f"{compared}.exp_avg": Equality.BY_DESIGN,
+        owned: Equality.OWNED,
+        f"{owned}.exp_avg": Equality.OWNED,
+        neither: Equality.PRIVATE,
+        "no/such.tensor": Equality.PRIVATE,
+    }
+    assert {name: job.table.equality(name) for name in expected} == expected
+
+
+def test_parameters_that_are_not_chosen_are_not_looked_at(job: Job):
+    view = job.table.view(())
+    version = job.table.version
+    job.model[1].weight.data = torch.full_like(job.model[1].weight, 3.0)
+    assert (view.rows, job.table.version) == ({}, version)

@@ -12,9 +12,8 @@ import torch
 
 from torchscout.adapters.base import Adapter
 from torchscout.adapters.modules import stages_of
-from torchscout.adapters.structure import Part, Structure, without_experts
+from torchscout.adapters.structure import Part, Structure, plain_name, without_experts
 from torchscout.config import ReplayConfig
-from torchscout.decision.ownership import Ownership
 from torchscout.decision.types import Surface
 from torchscout.experts.coverage import Rows
 from torchscout.mesh import Axis, LayerKind, Mesh
@@ -33,37 +32,31 @@ from torchscout.replay.replayer import PeersFor
 from torchscout.replay.sharded_parameters import ParameterGatherers, route_of
 from torchscout.state.table import Row, StateTable, row_of
 
-__all__ = ["are_experts_spread", "device_of_job", "expert_parameters", "keep_common", "recipes_for"]
+__all__ = [
+    "RecipeBuilder",
+    "are_experts_spread",
+    "device_of_job",
+    "expert_parameters",
+    "keep_common",
+    "table_of",
+]
 
 _Parameters = Mapping[Surface, torch.Tensor]
 
 
-def recipes_for(
-    adapter: Adapter,
-    config: ReplayConfig,
-    mesh: Mesh,
-    rank: int,
-    structure: Structure | None,
-    experts: Sequence[Part],
-    shapes: Mapping[str, Sequence[Rows]] | None,
-    exchange: JobExchange,
-) -> list[Recipe]:
-    """Return every recipe that the configuration asks for.
-
-    Peers along the mesh's replica axis hold copies of the same state, along its shard axis each has its own.
-    ``structure`` is None if no other rank does the same work: then state is watched, and transfers are
-    tested. ``shapes`` are those of a catalog, by the name of the experts; None without a catalog.
-    """
-    builder = _Builder(adapter, mesh, rank, config.watch_budget)
-    groups = ProcessGroupRecipe(exchange, builder.device)
-    if structure is None:
-        recipes = [
-            builder.watched("replicated_state", {**adapter.parameters(), **adapter.owned_state()}),
-            groups,
-        ]
-    else:
-        recipes = [*builder.dense(structure, experts), groups, *builder.sparse(experts, shapes)]
-    return [recipe for recipe in recipes if recipe.kind in config.intervals]
+def table_of(adapter: Adapter) -> StateTable:
+    """Return the table of everything that the adapter names. Call it after ``adapter.mesh``."""
+    # A shard may have the name of its parameter, which then has no memory of its own between steps.
+    named = {
+        **adapter.parameters(),
+        **adapter.owned_state(),
+        **adapter.owned_state(LayerKind.EXPERT),
+    }
+    return StateTable(
+        named,
+        adapter.optimizers(),
+        modules=lambda: [(plain_name(path) or "model", each) for path, each in adapter.model.named_modules()],
+    )
 
 
 def are_experts_spread(mesh: Mesh) -> bool:
@@ -83,12 +76,21 @@ def device_of_job(adapter: Adapter) -> torch.device:
     return next((each.device for each in adapter.parameters().values()), torch.device("cpu"))
 
 
-class _Builder:
+class RecipeBuilder:
     """Builds the recipes of one rank."""
 
-    def __init__(self, adapter: Adapter, mesh: Mesh, rank: int, budget: float | None) -> None:
-        self._adapter, self._mesh, self._rank, self._budget = adapter, mesh, rank, budget
-        self._ownership = Ownership()
+    def __init__(
+        self,
+        adapter: Adapter,
+        table: StateTable,
+        config: ReplayConfig,
+        mesh: Mesh,
+        rank: int,
+        exchange: JobExchange,
+    ) -> None:
+        """``table`` has the adapter's state; see ``table_of``."""
+        self._adapter, self._table, self._config = adapter, table, config
+        self._mesh, self._rank, self._exchange = mesh, rank, exchange
         self._updating: list[OptimizerRecipe] = []
         self._places: dict[tuple[str, ...], frozenset[int]] = {}
         self.device, self._optimizers = device_of_job(adapter), adapter.optimizers()
@@ -98,7 +100,28 @@ class _Builder:
         self._layer_refusal = self._refusal or adapter.layer_obstacle
         self._surfaces: dict[torch.Tensor, Surface] = _inverted(adapter.parameters())
 
-    def dense(self, structure: Structure, experts: Sequence[Part]) -> list[Recipe]:
+    def recipes(
+        self,
+        structure: Structure | None,
+        experts: Sequence[Part],
+        shapes: Mapping[str, Sequence[Rows]] | None,
+    ) -> list[Recipe]:
+        """Return every recipe that the configuration asks for.
+
+        Peers along the mesh's replica axis hold copies of the same state, along its shard axis each has its
+        own. ``structure`` is None if no other rank does the same work: then state is watched, and transfers
+        are tested. ``shapes`` are those of a catalog, by the name of the experts; None without a catalog.
+        """
+        groups = ProcessGroupRecipe(self._exchange, self.device)
+        if structure is None:
+            adapter = self._adapter
+            every = {**adapter.parameters(), **adapter.owned_state()}
+            recipes = [self._watched("replicated_state", every), groups]
+        else:
+            recipes = [*self._dense(structure, experts), groups, *self._sparse(experts, shapes)]
+        return [recipe for recipe in recipes if recipe.kind in self._config.intervals]
+
+    def _dense(self, structure: Structure, experts: Sequence[Part]) -> list[Recipe]:
         """The recipes of everything but experts that are spread over ranks."""
         adapter, is_spread = self._adapter, are_experts_spread(self._mesh)
         of_experts = expert_parameters(adapter, experts) if is_spread else {}
@@ -106,8 +129,9 @@ class _Builder:
         shared = {surface: each for surface, each in adapter.parameters().items() if surface not in left_out}
         layers = without_experts(structure.layers, experts) if is_spread else structure.layers
         owned, is_sharded = adapter.owned_state(), self._is_owned(LayerKind.DENSE)
+        state = {**shared, **owned} if is_sharded else {name: shared[name] for name in shared.keys() - owned}
         recipes = [
-            self._state("replicated_state", {**shared, **owned} if is_sharded else shared, LayerKind.DENSE),
+            self._state("replicated_state", state, LayerKind.DENSE),
             self._modules("embedding", structure.embeddings),
             self._modules("layer", layers),
             self._modules("output", structure.outputs),
@@ -118,7 +142,7 @@ class _Builder:
             recipes.append(self._owned_state({**owned, **owned_experts}, {**shared, **of_experts}))
         return recipes
 
-    def sparse(
+    def _sparse(
         self, experts: Sequence[Part], shapes: Mapping[str, Sequence[Rows]] | None
     ) -> Iterator[Recipe]:
         """The recipes of experts, where each has a copy on another rank."""
@@ -146,45 +170,46 @@ class _Builder:
     def _state(self, kind: str, parameters: _Parameters, role: LayerKind) -> Recipe:
         """Parameters and their optimizer slots: compared with copies, or watched where there are none."""
         if self._is_owned(role):
-            return self.watched(kind, parameters, role)
-        return ReplicatedStateRecipe(StateTable(parameters, self._optimizers), kind, role, self._ownership)
+            return self._watched(kind, parameters, role)
+        return ReplicatedStateRecipe(self._table.compare(parameters), kind, role)
 
-    def watched(self, kind: str, parameters: _Parameters, role: LayerKind = LayerKind.DENSE) -> Recipe:
+    def _watched(self, kind: str, parameters: _Parameters, role: LayerKind = LayerKind.DENSE) -> Recipe:
         """Parameters and their optimizer slots, watched between updates."""
-        table = StateTable(parameters, self._optimizers)
+        view = self._table.own(parameters)
         # A recipe for experts does not watch the rest of the model again.
         copies = self._copies() if role is LayerKind.DENSE else None
         return OwnedStateRecipe(
-            lambda: table.rows,
+            lambda: view.rows,
             self._optimizers,
             kind,
             role,
-            budget=self._budget,
+            budget=self._config.watch_budget,
             copies=copies,
             padding=self._adapter.padding,
         )
 
     def _owned_state(self, owned: _Parameters, shared: _Parameters) -> Recipe:
         """State that only this rank holds: ``owned`` according to the adapter, or learned to be."""
-        own, others = StateTable(owned, self._optimizers), StateTable(shared, self._optimizers)
+        table, ownership = self._table, self._table.ownership
+        own, others = table.own(owned), table.view({*shared} - {*owned})
 
         def state() -> dict[Surface, Row]:
-            found = own.rows
+            found = {**own.rows}
             # A replica with a corrupted copy would pass it on to all, and then all copies would agree.
             gathered = {name: each for recipe in self._updating for name, each in recipe.gathered().items()}
             found |= {name: row_of(name, each) for name, each in gathered.items()}
-            if learned := self._ownership.owned:
-                found |= {name: row for name, row in others.rows.items() if name in learned}
+            if ownership.owned:
+                found |= {name: row for name, row in others.rows.items() if name in ownership.owned}
             return found
 
         return OwnedStateRecipe(
             state,
             self._optimizers,
             "owned_state",
-            budget=self._budget,
+            budget=self._config.watch_budget,
             is_learned=lambda: bool(
                 owned
-                or self._ownership.owned
+                or ownership.owned
                 or any(each.gathered() for each in self._updating)
                 or self._adapter.working_copies().resting
             ),
@@ -200,7 +225,7 @@ class _Builder:
         recipe = OptimizerRecipe(
             parameters, self._optimizers, self.device, owned=is_owned, kind=kind, role=role
         )
-        recipe.is_owned = self._ownership.is_owned
+        recipe.is_owned = self._table.ownership.is_owned
         for each in recipe.communication.values():
             each.expect(self._alike(role, "replica", "shard", "pipeline"))
             each.refusal = self._refusal
@@ -212,7 +237,7 @@ class _Builder:
         recipe = LayerRecipe(
             kind, _named(parts), self._surfaces, self.device, gatherers, compiled=self._compiled
         )
-        recipe.is_owned = self._ownership.is_owned
+        recipe.is_owned = self._table.ownership.is_owned
         if self._layer_refusal is not None:
             recipe.refuse(self._layer_refusal)
         return recipe

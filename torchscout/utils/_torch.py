@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-__all__ = ["compiler", "inner_of", "missing_names"]
+__all__ = ["compiler", "inner_of", "local_of", "missing_names"]
 
 _REQUIRED = {
     "AsyncCollectiveTensor": "torch.distributed._functional_collectives.AsyncCollectiveTensor",
@@ -88,6 +88,15 @@ def missing_names() -> list[str]:
 def compiler() -> Any:
     """Return ``torch._dynamo`` if it has been imported, otherwise None. Importing it takes seconds."""
     return sys.modules.get("torch._dynamo")
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a tensor, sharing memory: of a DTensor the local tensor, else the tensor.
+
+    Unlike ``DTensor.to_local()`` it takes no part in autograd, and no time.
+    """
+    local = getattr(tensor, "_local_tensor", None)
+    return tensor if local is None else local
 
 
 def inner_of(optimizer: Any) -> Any:

@@ -27,7 +27,7 @@ from tests.scenarios.today.thread_ranks import UNTIMED, Links, Rank, on_every_ra
 from tests.support.ranks import run_ranks
 from tests.support.replayed_job import REPLAY
 from torchscout.adapters.pytorch import PyTorchAdapter
-from torchscout.adapters.recipe_builder import recipes_for
+from torchscout.adapters.recipe_builder import RecipeBuilder, table_of
 from torchscout.attach import enable_resiliency
 from torchscout.config import ReplayConfig
 from torchscout.decision.types import Manifestation
@@ -95,8 +95,10 @@ def _as_thread(links: Links, mesh: Mesh, job: Job) -> _Seen:
 
     def attach(net: nn.Module, optimizer: torch.optim.Optimizer) -> Rank:
         adapter = PyTorchAdapter(net, [optimizer], mesh)
-        built = recipes_for(adapter, config, mesh, links.rank, adapter.structure(), (), None, links)
-        rank = Rank(links, mesh, built, config, [*net.parameters()])
+        table = table_of(adapter)
+        builder = RecipeBuilder(adapter, table, config, mesh, links.rank, links)
+        built = builder.recipes(adapter.structure(), (), None)
+        rank = Rank(links, mesh, built, config, [*net.parameters()], table)
         undo.callback(adapter.hook_updates(rank.driver.update_begins, rank.step_finished))
         return rank
 

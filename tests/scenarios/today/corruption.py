@@ -48,7 +48,8 @@ def finding_of(incident: Incident) -> Finding:
 def _reports(links: Links, mesh: Mesh, job: Job) -> list[tuple[Finding, str]]:
     state, layers = _State(job, links.rank), _Layers(job, links.rank)
     config = ReplayConfig(interval=1, recipes=("layer", "replicated_state"), variants=job.scales, **UNTIMED)
-    rank = Rank(links, mesh, [ReplicatedStateRecipe(state), layers], config)
+    recipes = [ReplicatedStateRecipe(state.table.view()), layers]
+    rank = Rank(links, mesh, recipes, config, table=state.table)
     for step, check in enumerate(job.checks, start=1):
         state.show(check.state)
         layers.check = check
@@ -62,7 +63,7 @@ def _about(incident: Incident) -> str:
     return next((about for words, about in ABOUT.items() if words in incident.sentence), "")
 
 
-class _State(StateTable):
+class _State:
     """The state of one rank: a tensor with one number for each name that some check mentions."""
 
     def __init__(self, job: Job, rank: int) -> None:
@@ -73,13 +74,16 @@ class _State(StateTable):
             *job.before,
             *(name for each in job.checks for name in each.state),
         }
+        self._held: dict[str, torch.Tensor] = {}
         self.show(job.before)
+        self.table = StateTable(self._held)
 
     def show(self, values: Mapping[str, Values]) -> None:
         """Hold these values from now on."""
         found = {name: values[name][self._rank] if name in values else 0 for name in self._mentioned}
         kept = {name: each for name, each in found.items() if each != NOTHING}
-        super().__init__({name: torch.tensor([each], dtype=torch.float64) for name, each in kept.items()})
+        self._held.clear()
+        self._held |= {name: torch.tensor([each], dtype=torch.float64) for name, each in kept.items()}
 
 
 class _Layers(Recipe):

@@ -24,6 +24,7 @@ from torchscout.session.boundary import Boundary
 from torchscout.session.checkpoints.certifier import CertifiedSteps
 from torchscout.session.replay.coverage import RecipeCycle
 from torchscout.session.replay.driver import ReplayDriver, ReplayParts
+from torchscout.state.table import StateTable
 
 CPU, PATIENCE = torch.device("cpu"), 60.0
 UNTIMED = {
@@ -114,6 +115,7 @@ class Rank:
         recipes: Sequence[Recipe],
         config: ReplayConfig,
         parameters: Sequence[torch.Tensor] = (),
+        table: StateTable | None = None,
     ) -> None:
         """Every rank makes this call at the same time."""
         self.links, self.boundary, self.incidents = links, Boundary(links.rank), list[Incident]()
@@ -123,6 +125,7 @@ class Rank:
                 recipes=recipes,
                 cycle=RecipeCycle(),
                 parameters=parameters,
+                table=StateTable({}) if table is None else table,
                 mesh=mesh,
                 communicators=links,  # type: ignore[arg-type]
                 peers=lambda *_: links,  # type: ignore[arg-type,return-value]

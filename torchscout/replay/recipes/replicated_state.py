@@ -19,7 +19,7 @@ from torchscout.decision.types import EvidenceRecord, Surface
 from torchscout.errors import ReplayError
 from torchscout.mesh import LayerKind
 from torchscout.replay.recipe import Comparison, Mode, Observation, Recipe, Replay
-from torchscout.state.table import Row, StateTable
+from torchscout.state.table import Row, StateView
 
 __all__ = ["ReplicatedStateRecipe"]
 
@@ -33,27 +33,26 @@ class ReplicatedStateRecipe(Recipe):
 
     def __init__(
         self,
-        table: StateTable,
+        held: StateView,
         kind: str = "replicated_state",
         role: LayerKind = LayerKind.DENSE,
-        ownership: Ownership | None = None,
     ) -> None:
-        self.table = table
+        """``held`` is the state of this rank that its peers hold too."""
+        self._held = held
         self.kind, self.role = kind, role
-        self.ownership = Ownership() if ownership is None else ownership
-        self._names = _Names(self.ownership)
+        self._names = _Names(held.table.ownership)
 
     def compared(self) -> list[torch.Tensor]:
         """Return the parameters that are replicated, as far as is known."""
-        owned = self.ownership.owned
-        return [row.tensor for name, row in self.table.parameters.items() if name not in owned]
+        owned = self._held.table.ownership.owned
+        return [row.tensor for name, row in self._held.parameters.items() if name not in owned]
 
     def state(self) -> Mapping[Surface, Row]:
         """Return all of it that this rank holds, compared or not."""
-        return self.table.rows
+        return self._held.rows
 
     def new_replay(self, *_: object) -> _StateComparison:
-        return _StateComparison(self.table, self._names)
+        return _StateComparison(self._held, self._names)
 
 
 class _Names:
@@ -97,16 +96,16 @@ class _Names:
 class _StateComparison(Replay):
     """The state at the end of one step."""
 
-    def __init__(self, table: StateTable, names: _Names) -> None:
-        self._table, self._names = table, names
+    def __init__(self, held: StateView, names: _Names) -> None:
+        self._held, self._names = held, names
         self._compared: dict[str, list[Surface]] = {}
 
     def describe(self) -> Any:
-        return self._names.describe([*self._table.rows])
+        return self._names.describe([*self._held.rows])
 
     def prepare(self, descriptions: Sequence[Any], _: int, /) -> None:
         self._names.agree(descriptions)
-        kinds = {"parameters": self._table.parameters, "optimizer": self._table.slots}
+        kinds = {"parameters": self._held.parameters, "optimizer": self._held.slots}
         self._compared = {
             kind: [name for name in rows if self._names.is_compared(name)] for kind, rows in kinds.items()
         }
@@ -127,7 +126,7 @@ class _StateComparison(Replay):
 
     def observe(self, seen: Observation) -> None:
         names = [*chain(*self._compared.values())]
-        signed = self._table.sign(names)
+        signed = self._held.sign(names)
         seen.when_signed(signed, lambda found: seen.signatures.update(zip(names, found, strict=True)))
 
     def learn(self, records: Sequence[EvidenceRecord]) -> None:

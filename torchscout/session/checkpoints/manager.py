@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -46,7 +46,6 @@ from torchscout.checkpoint.storage.memory import check_budget, memory_folder
 from torchscout.checkpoint.storage.retention import forget_old
 from torchscout.communicators import Communicators, Job
 from torchscout.config import CheckpointConfig
-from torchscout.decision.ownership import Ownership
 from torchscout.decision.types import Failure
 from torchscout.errors import CheckpointError, ScoutError, UnavailableError, describe_error
 from torchscout.log import Problems, log
@@ -71,7 +70,7 @@ from torchscout.session.checkpoints.resumption import (
     restore_together,
 )
 from torchscout.session.replay.coverage import RecipeCycle
-from torchscout.state.table import StateTable
+from torchscout.state.table import Equality, StateTable, StateView
 
 __all__ = ["CheckpointManager"]
 
@@ -82,12 +81,11 @@ _MEMORY_SECONDS = 1.0
 
 
 class _Signed:
-    """The signatures of all tensors of the state at one moment."""
+    """The signatures of all state at one moment."""
 
-    def __init__(self, parts: StateParts) -> None:
-        table = StateTable({**parts.updated, **parts.buffers, **parts.caches}, parts.optimizers)
-        self._names = [*table.rows]
-        self._pending = table.sign(self._names)
+    def __init__(self, everything: StateView) -> None:
+        self._names = [*everything.rows]
+        self._pending = everything.sign(self._names)
 
     def difference(self, later: _Signed) -> str | None:
         """Return the name of a tensor that only one of them has, or that differs; None if there is none."""
@@ -107,17 +105,18 @@ class CheckpointManager:
         communicators: Communicators,
         model: torch.nn.Module,
         optimizers: Sequence[torch.optim.Optimizer],
-        unreplicated: Collection[str] = (),
+        table: StateTable,
         owned: Mapping[str, torch.Tensor] = MappingProxyType({}),
     ) -> None:
         """Call it on every rank; if one fails, all raise ``ScoutError``.
 
-        Replicas do not keep equal copies of ``unreplicated`` parameters. ``owned`` tensors of this rank are
-        saved by name, in place of parameters of the same name.
+        ``table`` has their state. ``owned`` tensors of this rank are saved by name, in place of parameters of
+        the same name.
         """
         self._job, self._config, self._communicators = job, config, communicators
         self._model, self._optimizers, self._owned = model, optimizers, owned
-        self._unreplicated = {*unreplicated, *owned}
+        self._table = table
+        self._everything = table.view()
         self.saved_calls = SavedCalls()
         """The calls that a sweep replays, as far as memory allows."""
         self._registered: dict[str, Stateful] = {f"{SCOUT_PREFIX}keepsakes": self.saved_calls}
@@ -126,7 +125,6 @@ class CheckpointManager:
         self._member = Member(job=name, mesh=job.mesh.summary(), world_size=len(job.mesh), rank=job.rank)
         self._coverage, self._rule = RecipeCycle(), PromotionRule(config.coverage, None)
         self._covered: Callable[[], str] = str
-        self._ownership = Ownership()
         self._gate = self._configured(CheckpointGate())
         self._previous_run: PreviousRun | None = None
         """What an earlier run has left, until this one resumes from it or starts over."""
@@ -191,11 +189,11 @@ class CheckpointManager:
 
     def _is_replicated(self, name: str) -> bool:
         """Whether replicas are known to hold an equal tensor of this name."""
-        if (found := training_state.parameter_of(name)) is None or found[0] in self._unreplicated:
+        if (found := training_state.parameter_of(name)) is None:
             return False
         parameter, slot = found
         surface = surface_of(parameter)
-        return not any(map(self._ownership.is_owned, (surface, f"{surface}.{slot}")))
+        return self._table.equality(f"{surface}.{slot}" if slot else surface) is Equality.VOTED
 
     @property
     def certified_step(self) -> int | None:
@@ -224,8 +222,6 @@ class CheckpointManager:
         """Set what the checks cover and their saved progress; see ``certifier.Certifier``."""
         self._coverage, self._covered = coverage, covered
         self._rule = PromotionRule(self._config.coverage, coverage.recipes)
-        ownership = progress.get("ownership")
-        self._ownership = ownership if isinstance(ownership, Ownership) else self._ownership
         self._registered |= {f"{SCOUT_PREFIX}{name}": each for name, each in progress.items()}
         self._gate = self._configured(self._gate)
 
@@ -453,7 +449,7 @@ class CheckpointManager:
     def _changed_since_check(self) -> str | None:
         """Return the name of a tensor that is not what the check has seen; None if all are."""
         try:
-            before, now = self._checked, _Signed(self._state())
+            before, now = self._checked, _Signed(self._everything)
             return "something that could not be read" if before is None else before.difference(now)
         except (ValueError, RuntimeError) as error:
             return f"something that cannot be read ({describe_error(error)})"
@@ -489,7 +485,7 @@ class CheckpointManager:
         noted = training_state.note(self._state())
         self._checked = None
         with suppress(ValueError, RuntimeError):  # then nothing is captured unless another step begins
-            self._checked = _Signed(self._state())
+            self._checked = _Signed(self._everything)
         role = TrustLevel.CANDIDATE if row.due else TrustLevel.LATEST
         role = TrustLevel.VERIFIED if self._gate.recipes is None else role
 

@@ -14,7 +14,6 @@ import torch
 from torchscout.checkpoint.gate import Outcome, SweepResult
 from torchscout.communicators import Communicators, PeerCommunicator
 from torchscout.config import ReplayConfig
-from torchscout.decision.ownership import Ownership
 from torchscout.decision.policy import step_slowdown
 from torchscout.decision.sdc import OpenIncidents, SdcDiagnosis
 from torchscout.decision.types import EvidenceRecord, Incident, Manifestation, from_json
@@ -23,7 +22,6 @@ from torchscout.mesh import LayerKind, Mesh
 from torchscout.replay.finite import FINITE, FiniteState, not_finite
 from torchscout.replay.recipe import Measured, Mode, Recipe
 from torchscout.replay.recipes.owned_state import OWNED_STATE, OwnedStateRecipe
-from torchscout.replay.recipes.replicated_state import ReplicatedStateRecipe
 from torchscout.replay.replayer import Replayer
 from torchscout.replay.schedule import Rotation
 from torchscout.replay.sweep import sweep
@@ -39,6 +37,7 @@ from torchscout.session.replay.pace import EXPERTS, Pace, PaceVote
 from torchscout.session.replay.settings import ReplaySettings
 from torchscout.session.replay.summary import SummaryRecorder
 from torchscout.session.replay.time_comparison import Compared, TimeComparison
+from torchscout.state.table import StateTable
 
 __all__ = ["ReplayDriver", "ReplayParts"]
 
@@ -56,6 +55,8 @@ class ReplayParts:
     cycle: RecipeCycle
     parameters: Collection[torch.Tensor]
     """Those of the model that this rank holds; coverage is measured over them."""
+    table: StateTable
+    """The state of this rank."""
     mesh: Mesh
     communicators: Communicators
     peers: Callable[[LayerKind, bool], PeerCommunicator]
@@ -102,8 +103,7 @@ class ReplayDriver:
         self._replayer.now = self._now
         paths = [each.order.cycle for each in parts.recipes if each.kind == EXPERTS]
         self._pace = Pace(parts.peers(LayerKind.DENSE, False).device, max(paths, default=0))
-        replicated = [each for each in parts.recipes if isinstance(each, ReplicatedStateRecipe)]
-        self._ownership = replicated[0].ownership if replicated else Ownership()
+        self._ownership = parts.table.ownership
         self._owned_state = [each for each in parts.recipes if isinstance(each, OwnedStateRecipe)]
         self._peers = parts.peers(LayerKind.DENSE, False)
         self._rank, self._device = self._peers.group.ranks[self._peers.position], self._peers.device
