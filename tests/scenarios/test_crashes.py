@@ -141,6 +141,33 @@ ROWS = [
         never=[1, 2, 3],
     ),
     Row(
+        "a rank is killed; those that have posted an operation go on for a moment, and are seen to fail before",
+        given=replicas()
+        .work("input", 2)
+        .post("world", 0, 1, 3)
+        .work("backward", 0, 1, 3)
+        .end("failed", 0)
+        .seconds(0.1)
+        .end("failed", 1, 3)
+        .end("killed", 2)
+        .ask(0.1),
+        must_come=[crash([2], "rank", "restart")],
+        never=[0, 1, 3],
+    ),
+    Row(
+        "a rank fails in its input while an operation of it is under way, and another one is killed that has "
+        "entered it",
+        given=replicas()
+        .post("world", *EVERYBODY)
+        .work("input", 0)
+        .end("failed", 0)
+        .seconds(2.0)
+        .end("killed", 2)
+        .ask(0.1),
+        must_come=[crash([0], "rank", "restart")],
+        never=[1, 3],
+    ),
+    Row(
         "nobody knows how a rank ended; another one ended in an operation that the first had not entered",
         given=waiting_for(0)
         .seconds(1)

@@ -260,6 +260,14 @@ def test_a_killed_rank_whose_process_still_ends_is_named_and_not_those_that_lost
     assert (incident.manifestation, incident.ranks) == (Manifestation.CRASH, (2,))
 
 
+def test_who_fails_shortly_after_posting_an_operation_may_have_lost_a_dying_rank():
+    job = replicas().work("input", 2).post("world", 0, 1, 3).work("backward", 0, 1, 3).end("failed", 0)
+    _, reports = rounds.last_round(job.ask(0.1))
+    assert diagnose(Round(reports, Mesh.grid(replica=4))).is_early
+    (incident,) = diagnose(Round(reports, Mesh.grid(replica=4), is_repeat=True)).incidents
+    assert incident.ranks == (0,)
+
+
 def test_who_failed_alone_is_named_once_nobody_else_has_died():
     failed, alive = lost_connections()
     alone = {2: alive, 1: replace(alive, rank=1), 3: replace(alive, rank=3), 0: failed[0]}

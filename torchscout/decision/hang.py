@@ -144,17 +144,38 @@ class _Case:
         if self._round.is_repeat or not self.gone:
             return False
         reports, last = self._reports, self.evidence.last
+        alive = {rank for rank, each in reports.items() if each.process is not Process.GONE}
+        left = self._left_by(alive)
         return all(
             reports[rank].how in ("failed", "unknown")
             and (reports[rank].gone_seconds or 0.0) < _DYING_SECONDS
-            and (place := last[rank]) is not None
-            and any(
-                reports[each].process is not Process.GONE
-                for each in self.evidence.groups[place[0]].members
-                if each in reports
+            and (
+                rank in left
+                or (
+                    (place := last[rank]) is not None
+                    and not alive.isdisjoint(self.evidence.groups[place[0]].members)
+                )
             )
             for rank in self.gone
         )
+
+    def _left_by(self, ranks: Collection[int]) -> set[int]:
+        """Return the ended trainers that had issued an operation which one of ``ranks`` never came to: they
+        may have gone on for a moment, as a backward pass does, and failed for lack of that rank."""
+        come: dict[str, int] = {}
+        for rank in ranks:
+            for group in self._reports[rank].groups:
+                came = self.evidence.came_to(rank, group.key)
+                come[group.key] = min(came, come.get(group.key, came))
+        return {
+            rank
+            for rank in self.gone
+            if any(
+                self.evidence.issued(rank, each.key) > come[each.key]
+                for each in self._reports[rank].groups
+                if each.key in come
+            )
+        }
 
     def timed_out(self) -> list[Incident]:
         """Return who was waited for, if trainers ended because they had waited too long."""
@@ -286,6 +307,7 @@ class _Case:
         left = {self.evidence.groups[place[0]] for rank in killed if (place := last[rank]) is not None}
         # Who ended in the middle of an operation, and had lost a killed peer there or missed somebody, failed
         # because of it.
+        found -= self._left_by(killed) - killed
         found -= {
             rank
             for rank in found - killed

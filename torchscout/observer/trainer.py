@@ -290,6 +290,8 @@ class TrainerView:
 
     def report(self, config: ObserverConfig, silent_seconds: float, now: float) -> RankReport:
         """Return what to report in a round, except the stacks."""
+        if self.ending is None and self.reader.trainer() is Process.GONE:
+            self.look(now)  # it has ended since the last look, and how must be known
         has_ended, seen_at = self.ending is not None, now if self._gone_since is None else self._gone_since
         progress = self._read()
         # To a diagnosis, gone means failed; nothing is wrong with a trainer that has finished.
