@@ -141,7 +141,7 @@ ROWS = [
         never=[1, 2, 3],
     ),
     Row(
-        "a rank is killed; those that have posted an operation go on for a moment, and are seen to fail before",
+        "a rank is killed; those that have posted an operation go on, and are seen to fail before it",
         given=replicas()
         .work("input", 2)
         .post("world", 0, 1, 3)

@@ -200,6 +200,8 @@ class Recovery:
             return  # without the plan, the launcher would restart the job
         self._record_end(decision)
         self.tell_observer()
+        if self.checkpoints is not None:  # a hang may have kept the update from coming that would seal it
+            self.checkpoints.settle()
         sys.stdout.flush()
         sys.stderr.flush()
         self.exit(EXIT_STATUS)

@@ -524,13 +524,13 @@ def _train(
     for step in range(resumed.step + 1, last + 1):
         optimizer.zero_grad()
         model(torch.full((2, 4), float(step))).square().sum().backward()
-        if step > resumed.step + 1:  # so that each checkpoint is whole, in memory and then in files
+        optimizer.step()
+        if step > resumed.step + 1:  # this update completes the capture of the step before
             names = f"files/step-{step - 1:010d}.*/*.shard"
             until(lambda names=names: len([*folder.glob(names)]) == size, names)
         if is_killed and step == last:
             dist.barrier()  # every rank has seen it
             os.kill(os.getpid(), signal.SIGKILL)
-        optimizer.step()
         if is_killed and rank == 0:
             torch.save(model.module.weight.detach(), folder / f"weight {step}")
     session.close()

@@ -76,6 +76,8 @@ __all__ = ["CheckpointManager"]
 
 _COPY_SECONDS = 30.0
 """How long a job that resumes waits at most for the copies of the loaded state on other machines."""
+_SETTLE_SECONDS = 2.0
+"""How long a process that leaves waits at most for its last capture."""
 _MEMORY_SECONDS = 1.0
 """How long attaching and registering wait for memory, so that short jobs can be captured from the start."""
 
@@ -366,6 +368,13 @@ class CheckpointManager:
             self._problems.add([f"{end} and {changed} was changed after the check"], are_logged=True)
         self.step_begins()
         self._is_flushed = self.flush()
+
+    def settle(self) -> None:
+        """Let the last capture be sealed in memory although no update follows, and wait shortly for that.
+        Thread-safe."""
+        self._snapshots.settle()
+        if self._capture is not None:
+            self._capture.wait(_SETTLE_SECONDS)
 
     def flush(self) -> bool:
         """Write the newest sealed state to files and wait for it, within ``timeout_seconds``.
