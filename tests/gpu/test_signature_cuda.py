@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.support import not_finite
 from torchscout.c3.fold import fold_with_torch
 from torchscout.c3.signature import (
     Algorithm,
     PendingSignatures,
+    SignaturePlan,
     read_signatures,
     signature,
     signatures,
@@ -133,6 +135,55 @@ def test_several_tensors_in_one_call_keep_their_order():
     mixed = [*tensors, torch.arange(9.0), tensors[0]]
     assert signatures(mixed) == [signature(tensor) for tensor in mixed]
     assert signatures(tensors) == signatures([tensor.cpu() for tensor in tensors], algorithm="fold")
+
+
+def on_cuda(tensor: torch.Tensor) -> torch.Tensor:
+    """The same bytes at the same offset from an aligned address, in the same layout."""
+    if not tensor.numel():
+        return tensor.cuda()
+    memory = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage()).cuda()
+    return memory.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+
+def looked_at(tensors: list[torch.Tensor]) -> list[int]:
+    """The positions of what is not finite; flags change no signature."""
+    started = SignaturePlan(tensors, finite=True).start()
+    assert started.read() == signatures(tensors)
+    return started.not_finite
+
+
+def test_nan_and_infinity_are_found_beside_the_signatures():
+    named = [(name, on_cuda(tensor.detach()), is_wrong) for name, tensor, is_wrong in not_finite.cases()]
+    found = looked_at([tensor for _, tensor, _ in named])
+    assert [named[place][0] for place in found] == [name for name, _, is_wrong in named if is_wrong]
+    assert [bool(looked_at([tensor])) for _, tensor, _ in named] == [is_wrong for *_, is_wrong in named]
+    on_host = torch.tensor([float("nan")])
+    mixed = [named[0][1], on_host, *(tensor for _, tensor, _ in named)]
+    assert looked_at(mixed) == [1, *(2 + place for place in found)]
+
+
+@pytest.mark.parametrize("dtype", not_finite.FIELDS, ids=str)
+@pytest.mark.parametrize("start", [0, 1, 3])
+def test_one_element_that_is_not_finite_is_found_in_every_chunk(dtype, start):
+    """Also at the borders of blocks and chunks, of 16 and 256 KiB, in a tensor with part of a last word."""
+    block, chunk = (1 << 14) // dtype.itemsize, (1 << 18) // dtype.itemsize
+    memory = torch.full((3 * chunk + block + 7,), torch.finfo(dtype).max, dtype=dtype, device="cuda")
+    tensor, others = memory[start:], [random_bytes(100), torch.ones(5, device="cuda")]
+    assert looked_at([*others, tensor]) == []
+    last = tensor.numel() - 1
+    for place in (0, 1, block - 1, block, chunk - 1, chunk, 2 * chunk + 5, 3 * chunk, last - 7, last):
+        tensor[place] = float("-inf")
+        assert looked_at([*others, tensor]) == [2], place
+        tensor[place] = torch.finfo(dtype).tiny
+    assert looked_at([*others, tensor]) == []
+
+
+def test_of_random_words_the_kernel_flags_what_torch_does():
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(200):
+        drawn = [not_finite.random_tensor(generator, 70_000).cuda() for _ in range(7)]
+        expected = [place for place, each in enumerate(drawn) if not each.isfinite().all()]
+        assert looked_at(drawn) == expected
 
 
 def test_under_a_mebibyte_of_device_memory():

@@ -10,11 +10,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.support import not_finite
 from torchscout.c3.fold import MULTIPLIER, SALT, dense, fold_with_torch
 from torchscout.c3.signature import (
     Algorithm,
     LastPlan,
     PendingSignatures,
+    SignaturePlan,
     read_signatures,
     signature,
     signatures,
@@ -369,3 +371,38 @@ def test_a_plan_is_made_anew_only_when_a_tensor_has_moved():
     again = plans.of(tensors)
     assert again is not first
     assert again.start().read() == signatures(tensors)
+
+
+@BOTH
+def test_nan_and_infinity_are_found_beside_the_signatures(algorithm):
+    names, tensors, are_wrong = zip(*not_finite.cases(), strict=True)
+    started = SignaturePlan(tensors, algorithm=algorithm, finite=True).start()
+    assert started.read() == signatures(tensors, algorithm=algorithm)
+    assert [names[place] for place in started.not_finite] == [
+        name for name, is_wrong in zip(names, are_wrong, strict=True) if is_wrong
+    ]
+    unasked = SignaturePlan(tensors, algorithm=algorithm).start()
+    unasked.read()
+    assert unasked.not_finite == []
+
+
+def test_what_is_found_is_of_the_bytes_when_signing_began():
+    """Also of several that are read together, on the host and on devices."""
+    tensors = [torch.tensor([1.0, float("nan")]), torch.ones(3), torch.tensor([float("inf")])]
+    started = [SignaturePlan(tensors, algorithm=each, finite=True).start() for each in Algorithm]
+    plain = PendingSignatures(tensors, algorithm="fold")
+    for each in tensors:
+        each.zero_()
+    read_signatures([started[0], plain, started[1]])
+    assert [each.not_finite for each in started] == [[0, 2], [0, 2]]
+
+
+def test_tensors_that_could_not_be_looked_at_are_signed_and_not_taken_for_finite(monkeypatch):
+    def out_of_memory(*_: object) -> None:
+        raise torch.OutOfMemoryError("for the largest element")
+
+    monkeypatch.setattr(torch, "aminmax", out_of_memory)
+    started = SignaturePlan([torch.ones(3)], finite=True).start()
+    assert started.read() == signatures([torch.ones(3)])
+    with pytest.raises(RuntimeError, match="for the largest element"):
+        _ = started.not_finite

@@ -6,12 +6,15 @@ one pass over CUDA memory.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 __all__ = [
+    "EXPONENTS",
     "MULTIPLIER",
     "SALT",
     "avalanche",
@@ -19,6 +22,7 @@ __all__ = [
     "dense",
     "fold_with_torch",
     "memory_of",
+    "not_finite_with_torch",
     "signed",
 ]
 
@@ -50,6 +54,14 @@ __all__ = [
 # of them changes.
 SALT = 0x9E37_79B9_7F4A_7C15
 MULTIPLIER = 0xD6E8_FEB8_6659_FD93
+
+EXPONENTS = {
+    torch.float16: 0x7C00_7C00_7C00_7C00,
+    torch.bfloat16: 0x7F80_7F80_7F80_7F80,
+    torch.float32: 0x7F80_0000_7F80_0000,
+    torch.float64: 0x7FF0_0000_0000_0000,
+}
+"""The exponents of all elements of a word. All ones are NaN or infinity, which is asked of these dtypes."""
 
 _WORD = 8
 _MASK = (1 << 64) - 1
@@ -86,6 +98,17 @@ def fold_with_torch(tensor: Tensor) -> Tensor:
         words += signed(first // _WORD * SALT)
         total += _avalanche_in_place(words).sum()
     return total
+
+
+def not_finite_with_torch(tensors: Sequence[Tensor]) -> Tensor:
+    """Return 1 for each tensor with NaN or infinity, else 0, on the device of the tensors."""
+    flags = torch.zeros(len(tensors), dtype=torch.int64, device=tensors[0].device)
+    asked = [place for place, each in enumerate(tensors) if each.dtype in EXPONENTS and each.numel()]
+    if asked:
+        # The smallest and the largest element: NaN if there is any.
+        ends = [end for place in asked for end in torch.aminmax(tensors[place].detach())]
+        flags[asked] = (~torch.stack(ends).isfinite()).view(-1, 2).any(1).to(torch.int64)
+    return flags
 
 
 def avalanche(word: int) -> int:

@@ -13,14 +13,21 @@ import importlib.util
 import struct
 from collections.abc import Sequence
 from enum import Enum
-from itertools import islice
+from itertools import compress, islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 import xxhash
 
-from torchscout.c3.fold import avalanche, avalanche_of_all, dense, fold_with_torch, signed
+from torchscout.c3.fold import (
+    avalanche,
+    avalanche_of_all,
+    dense,
+    fold_with_torch,
+    not_finite_with_torch,
+    signed,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -75,7 +82,15 @@ class SignaturePlan:
     It may be started again as long as each tensor keeps its memory; the caller makes sure of that.
     """
 
-    def __init__(self, tensors: Iterable[Tensor], *, algorithm: Algorithm | str | None = None) -> None:
+    def __init__(
+        self,
+        tensors: Iterable[Tensor],
+        *,
+        algorithm: Algorithm | str | None = None,
+        finite: bool = False,
+    ) -> None:
+        """``finite`` also looks for NaN and infinity: see ``PendingSignatures.not_finite``."""
+        self.finite = finite
         work = [(tensor, _algorithm_for(tensor, algorithm)) for tensor in map(_plain, tensors)]
         self.tags = np.array([_tag(tensor, used) for tensor, used in work], dtype=np.uint64)
         self.on_host = {
@@ -98,7 +113,8 @@ class SignaturePlan:
 class LastPlan:
     """The plan for tensors that are signed again and again, made anew only when one of them has moved."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, finite: bool = False) -> None:
+        self._finite = finite
         self._places: list[tuple[Any, ...]] = []
         self._plan: SignaturePlan | None = None
 
@@ -107,7 +123,8 @@ class LastPlan:
         tensors = [*tensors]
         places = [(each.data_ptr(), each.dtype, each.shape, each.stride()) for each in tensors]
         if self._plan is None or places != self._places:
-            self._places, self._plan = places, SignaturePlan(tensors)
+            self._places = places
+            self._plan = SignaturePlan(tensors, finite=self._finite)
         return self._plan
 
 
@@ -127,13 +144,23 @@ class PendingSignatures:
         return started
 
     def _start(self, plan: SignaturePlan) -> None:
-        self.folds = {device: _fold(group) for device, (_, group) in plan.on_devices.items()}
-        """Device -> the folds that are computed there."""
+        self.folds = {
+            device: _fold(group, finite=plan.finite) for device, (_, group) in plan.on_devices.items()
+        }
+        """Device -> the folds that are computed there, and then the flags if those are asked for."""
         self._places = {device: places for device, (places, _) in plan.on_devices.items()}
         self._tags = plan.tags
         self._digests = np.zeros(len(plan.tags), dtype=np.uint64)
         for place, memory in plan.on_host.items():  # while the devices fold
             self._digests[place] = memory.xxh3()
+        self._not_finite: set[int] = set()
+        self._problem: RuntimeError | None = None
+        if plan.finite and plan.on_host:
+            try:
+                flags = not_finite_with_torch([each.tensor for each in plan.on_host.values()])
+                self._not_finite.update(compress(plan.on_host, flags.tolist()))
+            except RuntimeError as error:  # the signatures are good all the same
+                self._problem = error
 
     def __len__(self) -> int:
         return len(self._tags)
@@ -142,11 +169,24 @@ class PendingSignatures:
         """Wait for the devices and return the signatures."""
         return read_signatures([self])[0]
 
+    @property
+    def not_finite(self) -> list[int]:
+        """The positions of tensors with NaN or infinity, once the signatures are read, if that was asked.
+
+        Asked are those of floating-point numbers of 16 to 64 bits. Raises ``RuntimeError`` if they could not
+        be looked at.
+        """
+        if self._problem is not None:
+            raise self._problem
+        return sorted(self._not_finite)
+
     def finished(self, folded: Mapping[torch.device, Sequence[int]]) -> list[int]:
         """Return the signatures, given the values of ``folds``."""
         digests = self._digests.copy()
         for device, values in folded.items():
-            digests[self._places[device]] = np.array(values, dtype=np.int64).view(np.uint64)
+            places = self._places[device]
+            digests[places] = np.array(values[: len(places)], dtype=np.int64).view(np.uint64)
+            self._not_finite.update(compress(places, values[len(places) :]))
         found: list[int] = avalanche_of_all(digests + self._tags).view(np.int64).tolist()
         return found
 
@@ -168,13 +208,13 @@ class _HostMemory:
     """The bytes of a tensor in host memory, row-major."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self._tensor = tensor
+        self.tensor = tensor
         self._bytes = _bytes_at(tensor) if dense(tensor) is tensor else None
 
     def xxh3(self) -> int:
         if self._bytes is not None:
             return xxhash.xxh3_64_intdigest(self._bytes)
-        copied = dense(self._tensor)
+        copied = dense(self.tensor)
         return xxhash.xxh3_64_intdigest(_bytes_at(copied))
 
 
@@ -236,15 +276,16 @@ def _bytes_at(tensor: Tensor) -> ctypes.Array[ctypes.c_ubyte] | bytes:
     return (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr()) if tensor.nbytes else b""
 
 
-def _fold(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the folds of tensors on one device, on that device."""
+def _fold(tensors: Sequence[Tensor], *, finite: bool = False) -> Tensor:
+    """Return the folds of tensors on one device, on that device, and as many flags if those are asked for."""
     if tensors[0].is_cuda and (fused := _fused_fold()) is not None:
-        return fused(tensors)
-    return torch.stack([fold_with_torch(tensor) for tensor in tensors])
+        return fused(tensors, finite=finite)
+    folds = torch.stack([fold_with_torch(tensor) for tensor in tensors])
+    return torch.cat([folds, not_finite_with_torch(tensors)]) if finite else folds
 
 
 @functools.cache
-def _fused_fold() -> Callable[[Sequence[Tensor]], Tensor] | None:
+def _fused_fold() -> Callable[..., Tensor] | None:
     """Return the Triton version; None if Triton is not installed."""
     if importlib.util.find_spec("triton") is None:
         return None

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from torchscout.c3.fold import EXPONENTS
 from torchscout.c3.signature import PendingSignatures, SignaturePlan
 from torchscout.decision.ownership import Ownership
 from torchscout.decision.types import Surface
@@ -69,6 +70,19 @@ class Row:
     @property
     def bytes(self) -> int:
         return self.local.numel() * self.local.element_size()
+
+    @property
+    def must_be_finite(self) -> bool:
+        """Whether NaN or infinity in it is a defect: it is trained, so no mask, and has numbers here now."""
+        is_frozen = isinstance(self.tensor, torch.nn.Parameter) and not self.tensor.requires_grad
+        if is_frozen or self.kind is Kind.BUFFER:
+            return False
+        local = self.local
+        if type(local) not in (torch.Tensor, torch.nn.Parameter) or local.dtype not in EXPONENTS:
+            return False
+        if local.is_meta or local.layout is not torch.strided or not local.numel():
+            return False
+        return bool(local.untyped_storage().nbytes())  # FSDP and ZeRO free what they do not need
 
     @property
     def is_current(self) -> bool:
@@ -244,10 +258,11 @@ class StateView:
         return self._of(Kind.SLOT)
 
     def sign(self, names: Sequence[Surface]) -> PendingSignatures:
-        """Sign these tensors as they are now."""
+        """Sign these tensors as they are now, and look for NaN and infinity in them."""
         rows = self.rows
         if self._plan is None or self._plan[0] != names:
-            self._plan = (list(names), SignaturePlan(rows[name].local for name in names))
+            plan = SignaturePlan((rows[name].local for name in names), finite=True)
+            self._plan = (list(names), plan)
         return self._plan[1].start()
 
     def _of(self, kind: Kind) -> dict[Surface, Row]:

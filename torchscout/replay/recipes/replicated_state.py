@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import xxhash
 
+from torchscout.c3.signature import PendingSignatures
 from torchscout.decision.ownership import BY_DESIGN, Ownership
 from torchscout.decision.types import EvidenceRecord, Surface
 from torchscout.errors import ReplayError
@@ -41,6 +42,8 @@ class ReplicatedStateRecipe(Recipe):
         self._held = held
         self.kind, self.role = kind, role
         self._names = _Names(held.table.ownership)
+        self.signed: tuple[Sequence[Surface], PendingSignatures] | None = None
+        """What the check in progress has signed, and its signatures."""
 
     def compared(self) -> list[torch.Tensor]:
         """Return the parameters that are replicated, as far as is known."""
@@ -52,7 +55,7 @@ class ReplicatedStateRecipe(Recipe):
         return self._held.rows
 
     def new_replay(self, *_: object) -> _StateComparison:
-        return _StateComparison(self._held, self._names)
+        return _StateComparison(self, self._held, self._names)
 
 
 class _Names:
@@ -96,8 +99,10 @@ class _Names:
 class _StateComparison(Replay):
     """The state at the end of one step."""
 
-    def __init__(self, held: StateView, names: _Names) -> None:
-        self._held, self._names = held, names
+    def __init__(self, recipe: ReplicatedStateRecipe, held: StateView, names: _Names) -> None:
+        self._recipe = recipe
+        self._held = held
+        self._names = names
         self._compared: dict[str, list[Surface]] = {}
 
     def describe(self) -> Any:
@@ -127,7 +132,12 @@ class _StateComparison(Replay):
     def observe(self, seen: Observation) -> None:
         names = [*chain(*self._compared.values())]
         signed = self._held.sign(names)
-        seen.when_signed(signed, lambda found: seen.signatures.update(zip(names, found, strict=True)))
+
+        def record(found: Sequence[int]) -> None:
+            seen.signatures.update(zip(names, found, strict=True))
+            self._recipe.signed = names, signed
+
+        seen.when_signed(signed, record)
 
     def learn(self, records: Sequence[EvidenceRecord]) -> None:
         owned = {
@@ -137,3 +147,4 @@ class _StateComparison(Replay):
 
     def release(self) -> None:
         self._compared = {}
+        self._recipe.signed = None

@@ -122,8 +122,7 @@ class ReplayDriver:
         """The step of the previous check, after which state may have been captured."""
         self._compared: Compared | None = None
         """What ranks have agreed on in the current check, if they have."""
-        self._not_finite: Callable[[], list[EvidenceRecord]] = list
-        """Returns a record of state that is not finite, during a check."""
+        self._finite = FiniteState(parts.recipes)
         self._concluded: Findings | None = None
         self._found: list[Incident] = []
         """Incidents that this rank reports to all ranks at the end of a check."""
@@ -200,15 +199,12 @@ class ReplayDriver:
     def _check(self, step: int, began: float) -> None:
         self._parts.finish_update()
         check, findings = self._covered_at(step), Findings()
-        finite = self._guard(lambda: FiniteState(self._recipes))
-        self._not_finite = lambda: not_finite(finite, step, self._rank)  # when devices have replayed
         try:
             self._replayer.check(step, findings)
         finally:
             # What peers have compared counts, even if the ranks lose each other before the vote.
             if self._concluded is not findings and findings.records:
-                self._conclude_here(findings)
-            self._not_finite = list
+                self._conclude_here(step, findings)
         compared, self._compared = self._compared, None
         assert compared is not None, "every check calls _doubted"
         if compared.doubted:
@@ -222,7 +218,7 @@ class ReplayDriver:
         """See ``Replayer.doubted``. Votes on the check are sent with the times; they count if no time is
         doubted."""
         findings.records.extend(self._captures.records(step))
-        self._conclude_here(findings)
+        self._conclude_here(step, findings)
         self._compared = self._exchange(step, findings, measured, is_final=False)
         return self._compared.doubted
 
@@ -243,15 +239,17 @@ class ReplayDriver:
         has_state = bool(state) and all(self._rotation.is_due(kind, step) for kind in state)
         return CheckCoverage(self._rotation.turns_at(EXPERTS, step), has_state)
 
-    def _conclude_here(self, findings: Findings) -> None:
+    def _conclude_here(self, step: int, findings: Findings) -> None:
         """Conclude what a check found. A failure in here stays local: a full disk must not separate this rank
         from the others."""
         self._concluded = findings
-        outcome = self._guard(lambda: self._conclude(findings)) or Outcome.NOT_CHECKED
+        wrong = not_finite(self._guard(self._finite.wrong), step, self._rank)
+        outcome = self._guard(lambda: self._conclude(findings, wrong)) or Outcome.NOT_CHECKED
         self._unsettled = max(self._unsettled, outcome, key=SEVERITY.index)
 
-    def _conclude(self, findings: Findings) -> Outcome:
-        """Diagnose and record what a check found; return this rank's outcome."""
+    def _conclude(self, findings: Findings, wrong: Sequence[EvidenceRecord] = ()) -> Outcome:
+        """Diagnose and record what a check found, and what is ``wrong`` with state that peers agree on;
+        return this rank's outcome."""
         records = findings.records
         incidents = self._diagnosis.diagnose(records, repeats=findings.repeats, elsewhere=findings.elsewhere)
         self._history.add(records, self._config.require)
@@ -262,7 +260,7 @@ class ReplayDriver:
         live = [each for each in records if each.surface != CAPTURED]
         outcome = outcome_of(live, (), findings.targets, self._config.require)
         share = min((each.share for each in self._owned_state), default=1.0)
-        self._write(wrong := self._not_finite())
+        self._write(wrong)
         unmet = {each.surface: each.reason for each in wrong}
         unmet[OWNED_STATE] = unwatched(share, self._config.watched)
         if outcome.accepted and self._history.hold_up(unmet):
