@@ -136,6 +136,8 @@ class CheckpointManager:
         """Its capture; None until it has begun."""
         self._due: Callable[[], None] | None = None
         """Starts the capture when the next step begins."""
+        self._held: list[int] = []
+        """Which parameters the model has when a capture becomes due."""
         self._checked: _Signed | None = None
         """The state that the check has seen which certifies what is due."""
         self._problems = Problems("checkpoints")
@@ -169,16 +171,22 @@ class CheckpointManager:
         self._prepare_memory(training_state.expected_bytes(self._state()))
 
     def step_begins(self) -> None:
-        """Start the capture that is due. Call when a step begins, before anything of it has happened."""
-        due, self._due = self._due, None
-        if due is not None:
+        """Start the capture that is due. Call when a step begins, before anything of it has happened.
+
+        A call of the model with other parameters, as with ``torch.func.functional_call``, is not the one that
+        the state is captured for.
+        """
+        if self._due is not None and self._held == self._parameters_held():
+            due, self._due = self._due, None
             due()
 
     def fence(self) -> None:
         """Wait for the copy of the state that an update changes. Call before every update."""
         if self._due is not None:
             self._due = None
-            self._problems.add(["nothing was captured, because no step was seen to begin"])
+            self._problems.add(
+                ["nothing was captured, because no step began with the model's own parameters"]
+            )
         self._snapshots.fence()
         self._replication.update_begins()
 
@@ -367,9 +375,11 @@ class CheckpointManager:
         if self._due is not None and (changed := self._changed_since_check()):
             self._due = None
             end = f"the state after step {self._gate.step} is not kept, because no step began with it"
-            self._problems.add([f"{end} and {changed} was changed after the check"], are_logged=True)
+            self._problems.add([f"{end} and {changed} was changed after the check"])
         self.step_begins()
         self._is_flushed = self.flush()
+        if self._capture is not None and self._capture.problem is not None:  # no further check says so
+            self._problems.add([self._capture.problem])
 
     def flush(self) -> bool:
         """Write the newest sealed state to files and wait for it, within ``timeout_seconds``.
@@ -487,7 +497,7 @@ class CheckpointManager:
         generation = row.generation
         self._awaited, self._capture, self._due = generation, None, None  # also if noting fails
         noted = training_state.note(self._state())
-        self._checked = None
+        self._held, self._checked = self._parameters_held(), None
         with suppress(ValueError, RuntimeError):  # then nothing is captured unless another step begins
             self._checked = _Signed(self._state())
         role = TrustLevel.CANDIDATE if row.due else TrustLevel.LATEST
@@ -499,6 +509,9 @@ class CheckpointManager:
             self._writer.take(self._capture, is_due=row.due)
 
         self._due = due
+
+    def _parameters_held(self) -> list[int]:
+        return [id(each) for each in self._state().parameters.values()]
 
     def _state(self) -> StateParts:
         return StateParts(self._model, self._optimizers, self._registered, self._owned)
