@@ -55,15 +55,18 @@ FAULTS = [
     Fault("asleep", "restart", Action.RESTART, launcher=SCOUT_RUN),
     Fault("killed", "restart", None),
     Fault("raises", "restart", None),
+    Fault("corrupt", "restart", Action.RESTART, verified=True),
     Fault("corrupt", "restart,replace", Action.REPLACE, verified=True),
     # One rank is busy with the incident when the others leave, and loses its connections to them.
     Fault("unheard", "restart,replace", Action.REPLACE, verified=True),
 ]
 
 
-@pytest.mark.slow_except("corrupt")
-@pytest.mark.long_cases("corrupt")
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda each: f"{each.name}{'-scout-run' * bool(each.launcher)}")
+@pytest.mark.slow_except("corrupt-restart,replace")
+@pytest.mark.long_cases("corrupt-restart,replace")
+@pytest.mark.parametrize(
+    "fault", FAULTS, ids=lambda each: f"{each.name}-{each.act}{'-scout-run' * bool(each.launcher)}"
+)
 def test_a_restarted_job_ends_as_if_nothing_had_happened(fault: Fault, tmp_path: Path, alone: str):
     ended = run(tmp_path, "--fault", fault.name, "--act", fault.act, prefix=fault.launcher)
     assert (tmp_path / f"suffered-{FAULTY}").exists()

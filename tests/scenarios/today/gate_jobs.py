@@ -324,6 +324,13 @@ class NotANumber(Script):
             self.has_changed_something = True
 
 
+class WritesNotANumber(Script):
+    @torch.no_grad()
+    def after_update(self, step: int) -> None:
+        if step == LAST_CHECK:
+            self.weights[0][0] = math.nan
+
+
 SCRIPTS: dict[str, type[Script]] = {
     "loads averaged weights, and closes": LoadsAverage,
     "sets all weights to zero, and closes": SetsToZero,
@@ -343,4 +350,5 @@ SCRIPTS: dict[str, type[Script]] = {
     "keeps an average in a buffer after each update": AveragesInBuffer,
     "steps a second optimizer after each update": SecondOptimizer,
     "has a loss that is not a number": NotANumber,
+    "writes to a weight what is not a number": WritesNotANumber,
 }

@@ -184,9 +184,8 @@ class CheckpointManager:
         """Wait for the copy of the state that an update changes. Call before every update."""
         if self._due is not None:
             self._due = None
-            self._problems.add(
-                ["nothing was captured, because no step began with the model's own parameters"]
-            )
+            why = "the model was not called for training since the check, or only with other parameters"
+            self._problems.add([f"nothing was captured, because {why}"])
         self._snapshots.fence()
         self._replication.update_begins()
 

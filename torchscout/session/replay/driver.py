@@ -44,6 +44,11 @@ __all__ = ["ReplayDriver", "ReplayParts"]
 
 STATE_RECIPES = ("replicated_state", "expert_state")
 """The recipes that compare replicated state."""
+_IF_BY_DESIGN = (
+    "If a parameter holds it by design, make it a buffer or set requires_grad=False; "
+    "if a slot of an optimizer does, let it hold a large finite number instead"
+)
+_WHY_NOT_LOOKED_AT = 'session.status()["failures"] says why it could not'
 _SWEPT = {Outcome.HEALTHY: SweepResult.CLEAN, Outcome.SDC: SweepResult.SDC}
 
 
@@ -201,7 +206,10 @@ class ReplayDriver:
         self._parts.finish_update()
         check, findings = self._covered_at(step), Findings()
         finite = self._guard(lambda: FiniteState(self._recipes))
-        self._not_finite = lambda: not_finite(finite, step, self._rank)  # when devices have replayed
+        advice = _WHY_NOT_LOOKED_AT if finite is None else _IF_BY_DESIGN
+        self._not_finite = lambda: [  # when devices have replayed
+            replace(each, reason=f"{each.reason}. {advice}") for each in not_finite(finite, step, self._rank)
+        ]
         try:
             self._replayer.check(step, findings)
         finally:
