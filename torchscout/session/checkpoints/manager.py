@@ -144,17 +144,13 @@ class CheckpointManager:
         self._reason = "nothing has been captured yet"
         self._is_flushed = False
         """Whether the newest sealed state was written to files when the job ended."""
+        self._expected = self._allowed = 0
+        """Bytes of a snapshot: what it probably takes, and what it may take."""
         self._undo = ExitStack()
         with ExitStack() as undo:
             undo.callback(self._undo.close)
-            problem: str | None = "checkpoints could not be set up"
-            try:
-                self._open()
-                problem = None
-            except (ScoutError, OSError) as error:
-                problem = str(error)
-            finally:
-                self._communicators.together(problem, CheckpointError)
+            self._together(self._claim)
+            self._together(self._open)
             self._meet()
             undo.pop_all()
 
@@ -403,28 +399,44 @@ class CheckpointManager:
             log.info("the checkpoint of %s is in %s", wanted[-1], self._disk)
         return problem is None
 
-    def _open(self) -> None:
-        """Set up everything that may fail on one rank only."""
+    def _together(self, part: Callable[[], None]) -> None:
+        """Set up a part, and raise ``CheckpointError`` on all ranks if that fails on one of them."""
+        problem: str | None = "checkpoints could not be set up"
+        try:
+            part()
+            problem = None
+        except (ScoutError, OSError) as error:
+            problem = str(error)
+        finally:
+            self._communicators.together(problem, CheckpointError)
+
+    def _claim(self) -> None:
+        """Claim the folders and the memory of this job, before any rank frees what its last run has left."""
         job, config = self._job, self._config
         self._memory = memory_folder(self._member.job)
         for folder in (self._memory, self._disk):
             self._undo.callback(lock.claim(folder, self._member.job, job.token).release)
+        if config.forget_after_days is not None:
+            forget_old(self._memory.parent, self._memory, config.forget_after_days)
+        self._expected = training_state.expected_bytes(self._state())
+        copies = placement.copies_beside(job.hosts, job.rank, replicate=config.replicate)
+        self._allowed = check_budget(self._expected, copies, config.memory_budget, self._memory) // copies
+
+    def _open(self) -> None:
+        """Set up everything else that may fail on one rank only."""
+        job, config, expected, allowed = self._job, self._config, self._expected, self._allowed
+        for folder in (self._memory, self._disk):
             shards.clean(folder)
         if job_file.name_in(self._disk) is None:
             job_file.write(self._disk, self._member.job)
         self._undo.callback(self._free_memory)
-        if config.forget_after_days is not None:
-            forget_old(self._memory.parent, self._memory, config.forget_after_days)
-        copies = placement.copies_beside(job.hosts, job.rank, replicate=config.replicate)
-        expected = training_state.expected_bytes(self._state())
-        allowed = check_budget(expected, copies, config.memory_budget, self._memory)
         # What is left even if the state turns out to be twice as large as expected.
-        self.saved_calls.limit = max(0, allowed // copies - 2 * expected) if config.verify_on_resume else 0
+        self.saved_calls.limit = max(0, allowed - 2 * expected) if config.verify_on_resume else 0
         self._snapshots = Snapshots(
             self._memory,
             job.rank,
             copies=placement.SNAPSHOTS,
-            limit=allowed // copies,
+            limit=allowed,
             timeout_seconds=config.timeout_seconds,
             protected=lambda: self._ledgers.needed(Tier.MEMORY, self._gate),
         )
