@@ -29,12 +29,14 @@ from torchscout.run.restart import FOLDER_VARIABLE
 from torchscout.utils.identity import host_name
 from torchscout.utils.procfs import processes_with
 
-STEPS, FAULTY_STEP = 24, 14
+STEPS, FAULTY_STEP, LATER_STEP = 24, 14, 20
 OTHER = FAULTY + 1
 FAULTS = {
     "always_corrupt": {FAULTY: "corrupt"},
     "unheard": {FAULTY: "corrupt"},
     "resuming": {FAULTY: "corrupt"},
+    "never_resumes": {FAULTY: "corrupt"},
+    "gets_on": {FAULTY: "corrupt"},
     "two": {FAULTY: "stopped", 0: "asleep"},
     "split": {FAULTY: "corrupt", 3: "corrupt"},
     "two_lost": {FAULTY: "lost", OTHER: "lost"},
@@ -43,9 +45,13 @@ FAULTS = {
 """What happens to ranks before ``FAULTY_STEP``, where it is not the fault of that name to one rank.
 
 ``always_corrupt``: after each restart. ``unheard``: another rank is busy when it is to learn of the decision.
-``resuming``: another rank is killed while the job resumes. ``lost_again``: a machine is lost as soon as it
+``resuming``: another rank is killed while the job resumes. ``never_resumes``: it is killed each time.
+``gets_on``: it is killed the first time; the job then comes to ``LATER_STEP``, where the faulty rank is
+killed, and the other one once more while the job resumes. ``lost_again``: a machine is lost as soon as it
 has.
 """
+TRAPS = {"never_resumes": range(1, 9), "gets_on": (1, 3)}
+"""The lives of the job in which the other rank is killed while the job resumes; the first one is 0."""
 
 
 class ScriptJob(Job):
@@ -55,11 +61,13 @@ class ScriptJob(Job):
         super().__init__(rank, trial)
         self._log.close()  # a script prints what is logged
         self._asked = asked
+        self.life = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
 
     def attach(self, *given: Any, **named: Any) -> None:
-        if self._asked.fault == "resuming":
-            mark = self._mark if self.rank == OTHER else None
-            named["states"] = {**(named.get("states") or {}), "trap": Trap(mark)}
+        if (fault := self._asked.fault) == "resuming" or fault in TRAPS:
+            is_due = self.life in TRAPS[fault] if fault in TRAPS else not self._mark.exists()
+            trap = Trap(self._mark if self.rank == OTHER and is_due else None)
+            named["states"] = {**(named.get("states") or {}), "trap": trap}
         act = [each for each in self._asked.act.split(",") if each]
         super().attach(*given, recovery=RecoveryConfig(act=act), on_incident=self._on_incident, **named)
 
@@ -73,6 +81,8 @@ class ScriptJob(Job):
         if mine is not None and (fault == "always_corrupt" or not self._mark.exists()):
             self._mark.touch()
             self._suffer(mine)
+        if (fault, step, self.rank, self.life) == ("gets_on", LATER_STEP, FAULTY, 2):
+            self._suffer("killed")
         time.sleep(0.1)  # what an incident leads to happens within a few steps
 
     @property
@@ -108,7 +118,7 @@ class ScriptJob(Job):
 
 
 class Trap:
-    """State that kills a rank while it is restored, once; without a mark it does nothing."""
+    """State that kills a rank while it is restored; without a mark it does nothing."""
 
     def __init__(self, mark: Path | None) -> None:
         self._mark = mark
@@ -117,7 +127,7 @@ class Trap:
         return {}
 
     def load_state_dict(self, _: dict[str, int]) -> None:
-        if self._mark is not None and not self._mark.exists():
+        if self._mark is not None:
             self._mark.touch()
             os.kill(os.getpid(), signal.SIGKILL)
 

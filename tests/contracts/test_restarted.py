@@ -13,7 +13,7 @@ from typing import NamedTuple
 import pytest
 
 from evaluation.jobs.contracts import FAULTY
-from evaluation.jobs.script import FAULTY_STEP, OTHER
+from evaluation.jobs.script import FAULTY_STEP, LATER_STEP, OTHER
 from tests.support.restarts import answers, decisions, run
 from torchscout.decision.types import Action
 from torchscout.run.folder import read_end
@@ -24,6 +24,11 @@ BOTH = ["--act", "restart,replace"]
 
 def plan_of(folder: Path) -> RestartPlan:
     return RestartPlan.read(folder / "kept" / "files")
+
+
+def reached(folder: Path) -> list[tuple[int, Action]]:
+    """The step of each failure after which the job was restarted or stopped; 0 in ``resume()``."""
+    return [(each.step, each.action) for each in plan_of(folder).restarts]
 
 
 @pytest.fixture(scope="module")
@@ -55,15 +60,18 @@ FAULTS = [
     Fault("asleep", "restart", Action.RESTART, launcher=SCOUT_RUN),
     Fault("killed", "restart", None),
     Fault("raises", "restart", None),
+    Fault("corrupt", "restart", Action.RESTART, verified=True),
     Fault("corrupt", "restart,replace", Action.REPLACE, verified=True),
     # One rank is busy with the incident when the others leave, and loses its connections to them.
     Fault("unheard", "restart,replace", Action.REPLACE, verified=True),
 ]
 
 
-@pytest.mark.slow_except("corrupt")
-@pytest.mark.long_cases("corrupt")
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda each: f"{each.name}{'-scout-run' * bool(each.launcher)}")
+@pytest.mark.slow_except("corrupt-restart,replace")
+@pytest.mark.long_cases("corrupt-restart,replace")
+@pytest.mark.parametrize(
+    "fault", FAULTS, ids=lambda each: f"{each.name}-{each.act}{'-scout-run' * bool(each.launcher)}"
+)
 def test_a_restarted_job_ends_as_if_nothing_had_happened(fault: Fault, tmp_path: Path, alone: str):
     ended = run(tmp_path, "--fault", fault.name, "--act", fault.act, prefix=fault.launcher)
     assert (tmp_path / f"suffered-{FAULTY}").exists()
@@ -94,6 +102,24 @@ def test_a_machine_that_corrupts_every_run_stops_the_job(tmp_path: Path):
     assert actions == [Action.REPLACE, Action.REPLACE, Action.STOP]
     assert plan_of(tmp_path).is_stopped
     assert not (tmp_path / "rank-0.json").exists(), "the job never ends on corrupt state"
+
+
+@pytest.mark.slow
+def test_a_job_in_which_a_rank_is_killed_whenever_it_resumes_is_stopped(tmp_path: Path):
+    ended = run(tmp_path, "--fault", "never_resumes", "--act", "restart", restarts=5)
+    assert ended.returncode != 0
+    assert reached(tmp_path) == [(FAULTY_STEP, Action.RESTART), (0, Action.RESTART), (0, Action.STOP)]
+    assert f"2 restarts did not help at step {FAULTY_STEP}" in ended.stderr
+    assert not (tmp_path / "rank-0.json").exists()
+
+
+@pytest.mark.slow
+def test_restarts_of_the_past_do_not_stop_a_job_that_got_on_since(tmp_path: Path, alone: str):
+    """Both times that it resumes after a fault, a rank is killed in ``resume()``."""
+    ended = run(tmp_path, "--fault", "gets_on", "--act", "restart", restarts=5)
+    assert ended.returncode == 0, ended.stderr
+    assert {(each["bits"], each["life"]) for each in answers(tmp_path)} == {(alone, 4)}
+    assert reached(tmp_path) == [(each, Action.RESTART) for each in (FAULTY_STEP, 0, LATER_STEP - 1, 0)]
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.scenarios.rows import case_id
 from tests.support.checkpoint_jobs import KillPlan, Plan, Result, killed_from_outside, reached, train
 from tests.support.ranks import RankError, run_ranks
 from torchscout.checkpoint import ledger
@@ -35,13 +36,20 @@ session = torchscout.enable_resiliency(
     checkpoint=torchscout.CheckpointConfig("checkpoints", persist_every=100),
 )
 print("resumed", session.resume().step)
-for step in range(session.step, 5):
+for step in range(session.step, 4):
     optimizer.zero_grad()
     model(torch.ones(2, 4)).sum().backward()
     optimizer.step()
 print("latest", session.status()["checkpoint"]["latest"])
 """
-"""One rank, which nobody can be compared with; it ends without ``close``."""
+"""One rank, which nobody can be compared with. The last step has a check; then a line of ``LAST_LINES``
+follows, and the interpreter exits without ``close``."""
+LAST_LINES = {
+    "reaches its end": "",
+    "raises": "raise ValueError",
+    "loads averaged weights": "torch.nn.init.zeros_(model.weight)",
+    "raises while it has averaged weights": "torch.nn.init.zeros_(model.weight); raise ValueError",
+}
 
 
 def planned(tmp_path: Path, steps: int = 6) -> Plan:
@@ -153,12 +161,14 @@ def test_a_crash_between_the_first_check_and_its_capture_begins_anew(tmp_path: P
     went_on(plan, 4, "its own disk")
 
 
-@pytest.mark.slow
-def test_a_script_that_ends_without_close_is_on_disk_though_it_has_one_rank(tmp_path: Path):
-    def printed() -> str:
+@pytest.mark.slow_except("raises-while-*")
+@pytest.mark.long_cases("raises-while-*")
+@pytest.mark.parametrize("how", LAST_LINES, ids=case_id)
+def test_a_script_that_ends_without_close_is_on_disk_as_its_last_check_has_seen_it(how: str, tmp_path: Path):
+    def printed(last_line: str) -> str:
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "TORCHSCOUT_MEMORY": str(tmp_path / "memory")}
         done = subprocess.run(
-            [sys.executable, "-c", ALONE],
+            [sys.executable, "-c", ALONE + last_line],
             check=False,
             cwd=tmp_path,
             env=environment,
@@ -166,11 +176,13 @@ def test_a_script_that_ends_without_close_is_on_disk_though_it_has_one_rank(tmp_
             text=True,
             timeout=120,
         )
-        assert done.returncode == 0, done.stderr
+        assert done.returncode == int("raise" in last_line), done.stderr
         return done.stdout + done.stderr
 
-    first = printed()
+    first, is_kept = printed(LAST_LINES[how]), "averaged" not in how
     assert "resumed 0\nlatest 2\n" in first
-    assert f"torchscout: rank 0: the checkpoint of step 4 is in {tmp_path / 'checkpoints'}" in first
+    what = f"the checkpoint of step 4 is in {tmp_path / 'checkpoints'}"
+    why = "step 4 is not kept, because no step began with it and weight was changed after the check"
+    assert [each in first for each in (what, why)] == [is_kept, not is_kept], first
     shutil.rmtree(tmp_path / "memory")
-    assert "resumed 4\n" in printed()
+    assert f"resumed {4 if is_kept else 2}\n" in printed("")

@@ -10,6 +10,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -39,6 +40,26 @@ class Masked(nn.Module):
         return self.inner(values) + torch.exp(self.mask) + torch.exp(-self.frozen)
 
 
+class NotTrained(Masked):
+    """A layer with a trained parameter of which one element is NaN by design, and is never used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.tensor([1.0] * 7 + [math.nan]))
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        return super().forward(values) * torch.where(self.table.isnan(), 1.0, self.table)
+
+
+class KeepsLowest(torch.optim.SGD):
+    """Keeps the lowest value of each weight so far, of which there is none at first."""
+
+    def __init__(self, parameters: Any, **settings: Any) -> None:
+        super().__init__(parameters, **settings)
+        _, weight, *_ = self.param_groups[0]["params"]
+        self.state[weight]["lowest"] = torch.full_like(weight, math.inf)
+
+
 class Messages(logging.Handler):
     """Keeps what torchscout logs."""
 
@@ -58,8 +79,9 @@ def out_of_memory(*_: object) -> None:
 def train(rank: int, folder: Path, kind: str) -> tuple[dict[str, Any], list[Any], list[str]]:
     messages = Messages()
     torch.manual_seed(0)
-    model = DistributedDataParallel(nn.Sequential(*(Masked() for _ in range(2))))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    layer = NotTrained if kind == "parameter" else Masked
+    model = DistributedDataParallel(nn.Sequential(*(layer() for _ in range(2))))
+    optimizer = (KeepsLowest if kind == "slot" else torch.optim.AdamW)(model.parameters(), lr=1e-3)
     with enable_resiliency(
         model,
         optimizer,
@@ -99,11 +121,26 @@ def test_infinity_in_a_slot_on_all_replicas_is_not_certified(tmp_path: Path):
     assert [(each["first"], each["last"], each["ranks"]) for each in shown] == [(BAD_STEP, STEPS, [[0, 1]])]
 
 
+@pytest.mark.parametrize(
+    ("kind", "tensors"), [("parameter", "0/table and 1/table"), ("slot", "0.inner/weight.lowest")]
+)
+def test_what_is_not_finite_by_design_is_named_with_what_to_do(kind: str, tensors: str, tmp_path: Path):
+    for rank, (status, incidents, texts) in enumerate(run_ranks(train, 2, tmp_path, kind)):
+        assert (status["checkpoint"]["verified"], status["failures"], incidents) == (None, [], [])
+        why = status["replay"]["held_up"][FINITE]
+        assert f"NaN or infinity in {tensors}: " in why
+        assert "make it a buffer or set requires_grad=False" in why
+        said = [each.partition("step 1: ")[2] for each in texts if "NaN" in each]
+        assert said == [why][rank:], "once in the job"
+
+
 def test_state_that_could_not_be_looked_at_is_not_certified(tmp_path: Path):
     (status, _, _), (blind, _, texts) = run_ranks(train, 2, tmp_path, "blind")
     for each in (status, blind):
         assert each["replay"]["certified"] == each["checkpoint"]["verified"]
         assert each["checkpoint"]["verified"] in LAST_GOOD
-    assert "could not look for NaN" in blind["replay"]["held_up"][FINITE]
-    assert any("could not look for NaN" in each for each in texts)
+    why = blind["replay"]["held_up"][FINITE]
+    assert "could not look for NaN" in why
+    assert 'session.status()["failures"] says why' in why
+    assert any(why in each for each in texts)
     assert any("for the largest element" in each for each in blind["failures"])

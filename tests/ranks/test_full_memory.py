@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import pickle
+import shlex
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,8 +14,13 @@ import pytest
 from tests.ranks.test_checkpoint_troubles import alone, planned, with_a_small_disk
 from tests.support.checkpoint_jobs import Plan, Result, train
 from tests.support.ranks import run_ranks
+from tests.support.spread_checkpoints import outcomes
+from torchscout.faults.storage import can_fill_disks, on_a_small_disk
 
 STEPS, TROUBLE = 16, 6
+SIZE, LARGE, LEDGERS = 16 << 20, 1 << 20, 64 << 10
+"""Bytes of a file system, of a rank's state in it, and those that ledgers need. Of two ranks there may be six
+snapshots."""
 
 
 def test_a_ledger_that_cannot_be_written_in_memory_costs_no_certified_checkpoint(tmp_path: Path):
@@ -30,6 +39,34 @@ def test_full_shared_memory_costs_no_certified_checkpoint(tmp_path: Path):
     inside.mkdir(parents=True)
     results = with_a_small_disk(replace(plan, memory=inside), 2 << 10, tmp_path / "outcomes", inside)
     goes_on_from_the_end(replace(plan, memory=tmp_path / "new memory"), results)
+
+
+@pytest.mark.long
+def test_a_killed_job_gets_its_memory_again_though_other_programs_have_taken_the_rest(tmp_path: Path):
+    """A third of it is in files that were being written, which the next job removes."""
+    if not can_fill_disks():
+        pytest.skip("this machine does not let tests mount a file system")
+    memory = tmp_path / "mounted"
+    memory.mkdir()
+    plan = replace(planned(tmp_path), memory=memory, burden={0: LARGE, 1: LARGE})
+    killed = replace(plan, killed={0: TROUBLE, 1: TROUBLE})
+    jobs = []
+    for name, each in {"killed": killed, "again": replace(plan, run_dir=tmp_path / "again")}.items():
+        folder = tmp_path / f"outcomes of {name}"
+        folder.mkdir()
+        (folder / "plan").write_bytes(pickle.dumps(each))
+        module = [sys.executable, "-m", "tests.support.spread_checkpoints"]
+        jobs.append(shlex.join([*module, str(folder / "plan"), str(folder), "0", "1", "--here"]))
+    fill = f"head -c {LEDGERS} /dev/zero >room; cat /dev/zero >filler; rm room"
+    script = ["sh", "-c", f"{jobs[0]}; (cd {memory}; {fill}); {jobs[1]}"]
+    found = subprocess.run(
+        on_a_small_disk(memory, SIZE >> 10, script), capture_output=True, text=True, check=False, timeout=120
+    )
+    for each in outcomes(folder, 2):
+        assert isinstance(each, Result), (each, found.stderr)
+        assert each.resumed is not None
+        assert each.resumed.step == TROUBLE - 1
+        assert each.failures == []
 
 
 def goes_on_from_the_end(plan: Plan, results: list[Result]) -> None:

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.scenarios.rows import Row, cases, check, either
+from tests.scenarios.rows import Row, cases, check, either, wrong_today
 from tests.scenarios.today import gate, gate_jobs
 
 BOTH = (0, 1)
@@ -159,9 +159,8 @@ class Loaded(NamedTuple):
     """``as the next step found them``; of a last step, ``as the check saw them``. No others belong to it."""
 
 
-TRAINED = either(
-    Loaded(4, "verified", "as the check saw them"), Loaded(2, "verified", "as the next step found them")
-)
+EARLIER = Loaded(2, "verified", "as the next step found them")
+TRAINED = either(Loaded(4, "verified", "as the check saw them"), EARLIER)
 WENT_ON = Loaded(4, "verified", "as the next step found them")
 
 ROWS = [
@@ -451,6 +450,21 @@ ROWS = [
         must_come=[WENT_ON],
     ),
     Row(
+        "averaged weights are validated in training mode, so that it looks as if the next step began",
+        given=Scripts(
+            [
+                "validates averaged weights in training mode",
+                "the same, and exchanges the memory of the weights",
+            ]
+        ),
+        must_come=[either(WENT_ON, EARLIER)] * 2,
+    ),
+    Row(
+        "each step begins with a call of the model with other parameters",
+        given=Scripts(["calls the model with averaged weights in each step"]),
+        must_come=[WENT_ON],
+    ),
+    Row(
         "the learning rate is lowered after a validation with a loader that is watched",
         given=Scripts(["lowers the rate after a validation with a watched loader"]),
         must_come=[WENT_ON],
@@ -462,17 +476,26 @@ ROWS = [
                 "clips the weights after each update",
                 "scales the weights through .data after each update",
                 "lets a target network follow after each update",
+                "keeps an average in a buffer after each update",
                 "steps a second optimizer after each update",
                 "validates averaged weights",
+                "validates in half precision",
+                "goes back to the best weights",
             ]
         ),
-        must_come=[WENT_ON] * 5,
+        must_come=[WENT_ON] * 8,
         marks=[pytest.mark.long],
     ),
     Row(
         "both replicas agree on weights that are not numbers",
         given=Scripts(["has a loss that is not a number"]),
-        must_come=[Loaded(2, "verified", "as the next step found them")],
+        must_come=[EARLIER],
+    ),
+    Row(
+        "both replicas write to a weight what is not a number, after the update and its check",
+        given=Scripts(["writes to a weight what is not a number"]),
+        must_come=[EARLIER],
+        wrong=wrong_today("seen", says=[WENT_ON]),
     ),
 ]
 

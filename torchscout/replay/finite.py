@@ -21,7 +21,14 @@ __all__ = ["FINITE", "FiniteState", "not_finite"]
 
 FINITE = "state/finite"
 _MOST_NAMED = 3
-_NOT_LOOKED_AT = "torchscout could not look for NaN and infinity: such state is not certified"
+_NOT_LOOKED_AT = (
+    "torchscout could not look for NaN and infinity: such state is not certified. "
+    'session.status()["failures"] says why it could not'
+)
+_IF_BY_DESIGN = (
+    "If a parameter holds it by design, make it a buffer or set requires_grad=False; "
+    "if a slot of an optimizer does, let it hold a large finite number instead"
+)
 
 
 class FiniteState:
@@ -57,7 +64,8 @@ def not_finite(wrong: Sequence[Surface] | None, step: int, rank: int) -> list[Ev
         problem = _NOT_LOOKED_AT
     elif wrong:
         more = f" and {len(wrong) - _MOST_NAMED} more" if len(wrong) > _MOST_NAMED else ""
-        problem = f"NaN or infinity in {listed(wrong[:_MOST_NAMED])}{more}: such state is not certified"
+        named = f"{listed(wrong[:_MOST_NAMED])}{more}"
+        problem = f"NaN or infinity in {named}: such state is not certified. {_IF_BY_DESIGN}"
     else:
         return []
     record = EvidenceRecord(

@@ -49,7 +49,7 @@ def _run(rank: int, folder: Path, script: str) -> Loaded | str:
     with suppress(InterruptedError):
         first.run()
     assert first.has_changed_something
-    assert first.session.failures == []
+    assert (first.session.failures, first.session.incidents) == ([], [])
     dist.barrier()
     second = SCRIPTS[script](rank, folder)
     with second.session:
@@ -63,12 +63,13 @@ def _run(rank: int, folder: Path, script: str) -> Loaded | str:
 
 
 class Net(nn.Module):
-    """A model that is trained, and one that may follow it."""
+    """A model that is trained, one that may follow it, and room for an average."""
 
     def __init__(self) -> None:
         super().__init__()
         self.online = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
         self.target = copy.deepcopy(self.online).requires_grad_(False)
+        self.register_buffer("average", torch.zeros(8, 8))
 
     def forward(self, values: torch.Tensor) -> torch.Tensor:
         return self.online(values) - self.target(values)
@@ -130,7 +131,7 @@ class Script:
 
     def state(self) -> str:
         digest = hashlib.blake2b(repr(self.optimizer.param_groups[0]["lr"]).encode(), digest_size=8)
-        for each in self.model.parameters():
+        for each in (*self.model.parameters(), *self.model.buffers()):
             digest.update(each.detach().numpy().tobytes())
         return digest.hexdigest()
 
@@ -228,6 +229,59 @@ class LowersTheRate(ValidatesFromWatchedLoader):
             self.optimizer.param_groups[0]["lr"] /= 2
 
 
+class ValidatesInTrainingMode(Validates):
+    """The first call looks as if the next step began, so that the capture begins with the averages."""
+
+    def validate(self, batches: Iterable[torch.Tensor]) -> None:
+        for each in batches:
+            self.model(each)
+
+
+class ExchangesMemory(ValidatesInTrainingMode):
+    """The memory with the averages is not written to again, whatever has been copied from it."""
+
+    def put(self, values: Sequence[torch.Tensor]) -> None:
+        for weight, value in zip(self.weights, values, strict=True):
+            weight.data = value
+
+
+class ValidatesHalf(Validates):
+    """In half precision, so that the weights stay rounded."""
+
+    def after_update(self, step: int) -> None:
+        if step == LAST_CHECK:
+            self.model.half()
+            self.validate(each.half() for each in self.batches())
+            self.model.float()
+
+
+class GoesBack(Script):
+    """To the weights of the first step, as if they had been the best."""
+
+    def after_update(self, step: int) -> None:
+        if step == 1:
+            self.best = copy.deepcopy(self.model.state_dict())
+        elif step == LAST_CHECK:
+            self.model.load_state_dict(self.best)
+
+
+class CallsTeacher(Script):
+    """The model itself, with averaged weights, is called at the beginning of each step."""
+
+    def loss(self, step: int) -> torch.Tensor:
+        names = [name for name, each in self.model.named_parameters() if each.requires_grad]
+        average = dict(zip(names, self.average(), strict=True))
+        taught = torch.func.functional_call(self.model, average, torch.ones(4, 8))
+        self.has_changed_something = True
+        return super().loss(step) + taught.detach().mean()
+
+
+class AveragesInBuffer(Script):
+    @torch.no_grad()
+    def after_update(self, _: int) -> None:
+        self.model.module.average.lerp_(self.weights[0], 0.5)
+
+
 class Clips(Script):
     @torch.no_grad()
     def after_update(self, _: int) -> None:
@@ -270,6 +324,13 @@ class NotANumber(Script):
             self.has_changed_something = True
 
 
+class WritesNotANumber(Script):
+    @torch.no_grad()
+    def after_update(self, step: int) -> None:
+        if step == LAST_CHECK:
+            self.weights[0][0] = math.nan
+
+
 SCRIPTS: dict[str, type[Script]] = {
     "loads averaged weights, and closes": LoadsAverage,
     "sets all weights to zero, and closes": SetsToZero,
@@ -278,9 +339,16 @@ SCRIPTS: dict[str, type[Script]] = {
     "validates averaged weights": Validates,
     "validates averaged weights with a watched loader": ValidatesFromWatchedLoader,
     "lowers the rate after a validation with a watched loader": LowersTheRate,
+    "validates averaged weights in training mode": ValidatesInTrainingMode,
+    "the same, and exchanges the memory of the weights": ExchangesMemory,
+    "validates in half precision": ValidatesHalf,
+    "goes back to the best weights": GoesBack,
+    "calls the model with averaged weights in each step": CallsTeacher,
     "clips the weights after each update": Clips,
     "scales the weights through .data after each update": ScalesData,
     "lets a target network follow after each update": TargetFollows,
+    "keeps an average in a buffer after each update": AveragesInBuffer,
     "steps a second optimizer after each update": SecondOptimizer,
     "has a loss that is not a number": NotANumber,
+    "writes to a weight what is not a number": WritesNotANumber,
 }

@@ -136,23 +136,21 @@ class CheckpointManager:
         """Its capture; None until it has begun."""
         self._due: Callable[[], None] | None = None
         """Starts the capture when the next step begins."""
+        self._held: list[int] = []
+        """Which parameters the model has when a capture becomes due."""
         self._checked: _Signed | None = None
         """The state that the check has seen which certifies what is due."""
         self._problems = Problems("checkpoints")
         self._reason = "nothing has been captured yet"
         self._is_flushed = False
         """Whether the newest sealed state was written to files when the job ended."""
+        self._expected = self._allowed = 0
+        """Bytes of a snapshot: what it probably takes, and what it may take."""
         self._undo = ExitStack()
         with ExitStack() as undo:
             undo.callback(self._undo.close)
-            problem: str | None = "checkpoints could not be set up"
-            try:
-                self._open()
-                problem = None
-            except (ScoutError, OSError) as error:
-                problem = str(error)
-            finally:
-                self._communicators.together(problem, CheckpointError)
+            self._together(self._claim)
+            self._together(self._open)
             self._meet()
             undo.pop_all()
 
@@ -169,16 +167,21 @@ class CheckpointManager:
         self._prepare_memory(training_state.expected_bytes(self._state()))
 
     def step_begins(self) -> None:
-        """Start the capture that is due. Call when a step begins, before anything of it has happened."""
-        due, self._due = self._due, None
-        if due is not None:
+        """Start the capture that is due. Call when a step begins, before anything of it has happened.
+
+        A call of the model with other parameters, as with ``torch.func.functional_call``, is not the one that
+        the state is captured for.
+        """
+        if self._due is not None and self._held == self._parameters_held():
+            due, self._due = self._due, None
             due()
 
     def fence(self) -> None:
         """Wait for the copy of the state that an update changes. Call before every update."""
         if self._due is not None:
             self._due = None
-            self._problems.add(["nothing was captured, because no step was seen to begin"])
+            why = "the model was not called for training since the check, or only with other parameters"
+            self._problems.add([f"nothing was captured, because {why}"])
         self._snapshots.fence()
         self._replication.update_begins()
 
@@ -365,9 +368,11 @@ class CheckpointManager:
         if self._due is not None and (changed := self._changed_since_check()):
             self._due = None
             end = f"the state after step {self._gate.step} is not kept, because no step began with it"
-            self._problems.add([f"{end} and {changed} was changed after the check"], are_logged=True)
+            self._problems.add([f"{end} and {changed} was changed after the check"])
         self.step_begins()
         self._is_flushed = self.flush()
+        if self._capture is not None and self._capture.problem is not None:  # no further check says so
+            self._problems.add([self._capture.problem])
 
     def settle(self) -> None:
         """Let the last capture be sealed in memory although no update follows, and wait shortly for that.
@@ -399,28 +404,44 @@ class CheckpointManager:
             log.info("the checkpoint of %s is in %s", wanted[-1], self._disk)
         return problem is None
 
-    def _open(self) -> None:
-        """Set up everything that may fail on one rank only."""
+    def _together(self, part: Callable[[], None]) -> None:
+        """Set up a part, and raise ``CheckpointError`` on all ranks if that fails on one of them."""
+        problem: str | None = "checkpoints could not be set up"
+        try:
+            part()
+            problem = None
+        except (ScoutError, OSError) as error:
+            problem = str(error)
+        finally:
+            self._communicators.together(problem, CheckpointError)
+
+    def _claim(self) -> None:
+        """Claim the folders and the memory of this job, before any rank frees what its last run has left."""
         job, config = self._job, self._config
         self._memory = memory_folder(self._member.job)
         for folder in (self._memory, self._disk):
             self._undo.callback(lock.claim(folder, self._member.job, job.token).release)
+        if config.forget_after_days is not None:
+            forget_old(self._memory.parent, self._memory, config.forget_after_days)
+        self._expected = training_state.expected_bytes(self._state())
+        copies = placement.copies_beside(job.hosts, job.rank, replicate=config.replicate)
+        self._allowed = check_budget(self._expected, copies, config.memory_budget, self._memory) // copies
+
+    def _open(self) -> None:
+        """Set up everything else that may fail on one rank only."""
+        job, config, expected, allowed = self._job, self._config, self._expected, self._allowed
+        for folder in (self._memory, self._disk):
             shards.clean(folder)
         if job_file.name_in(self._disk) is None:
             job_file.write(self._disk, self._member.job)
         self._undo.callback(self._free_memory)
-        if config.forget_after_days is not None:
-            forget_old(self._memory.parent, self._memory, config.forget_after_days)
-        copies = placement.copies_beside(job.hosts, job.rank, replicate=config.replicate)
-        expected = training_state.expected_bytes(self._state())
-        allowed = check_budget(expected, copies, config.memory_budget, self._memory)
         # What is left even if the state turns out to be twice as large as expected.
-        self.saved_calls.limit = max(0, allowed // copies - 2 * expected) if config.verify_on_resume else 0
+        self.saved_calls.limit = max(0, allowed - 2 * expected) if config.verify_on_resume else 0
         self._snapshots = Snapshots(
             self._memory,
             job.rank,
             copies=placement.SNAPSHOTS,
-            limit=allowed // copies,
+            limit=allowed,
             timeout_seconds=config.timeout_seconds,
             protected=lambda: self._ledgers.needed(Tier.MEMORY, self._gate),
         )
@@ -492,7 +513,7 @@ class CheckpointManager:
         generation = row.generation
         self._awaited, self._capture, self._due = generation, None, None  # also if noting fails
         noted = training_state.note(self._state())
-        self._checked = None
+        self._held, self._checked = self._parameters_held(), None
         with suppress(ValueError, RuntimeError):  # then nothing is captured unless another step begins
             self._checked = _Signed(self._everything)
         role = TrustLevel.CANDIDATE if row.due else TrustLevel.LATEST
@@ -504,6 +525,9 @@ class CheckpointManager:
             self._writer.take(self._capture, is_due=row.due)
 
         self._due = due
+
+    def _parameters_held(self) -> list[int]:
+        return [id(each) for each in self._state().parameters.values()]
 
     def _state(self) -> StateParts:
         return StateParts(self._model, self._optimizers, self._registered, self._owned)
