@@ -246,8 +246,8 @@ def _directory(run_dir: Path) -> str | None:
 
 def _checkpoints(base: _Base, config: CheckpointConfig, undo: ExitStack) -> CheckpointManager:
     """Open the checkpoints. What the user must change (folder, budget) is a ``ScoutError`` on every rank."""
-    from torchscout.checkpoint.state.training_state import StateParts
     from torchscout.session.checkpoints.manager import CheckpointManager  # imports ZeroMQ
+    from torchscout.state.collect import StateParts
 
     adapter, job = base.adapter, base.job
     model, optimizers = adapter.model, adapter.optimizers()

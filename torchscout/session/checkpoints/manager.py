@@ -38,8 +38,6 @@ from torchscout.checkpoint.replication import placement
 from torchscout.checkpoint.resume.fetch import Fetched, fetch
 from torchscout.checkpoint.resume.transfer import Links
 from torchscout.checkpoint.snapshot import Capture, Snapshots
-from torchscout.checkpoint.state import training_state
-from torchscout.checkpoint.state.training_state import SCOUT_PREFIX, Stateful, StateParts
 from torchscout.checkpoint.storage import job_file, lock, shards
 from torchscout.checkpoint.storage.inventory import Member, Tier
 from torchscout.checkpoint.storage.memory import check_budget, memory_folder
@@ -71,6 +69,16 @@ from torchscout.session.checkpoints.resumption import (
     restore_together,
 )
 from torchscout.session.replay.coverage import RecipeCycle
+from torchscout.state.collect import (
+    SCOUT_PREFIX,
+    Stateful,
+    StateParts,
+    collect,
+    expected_bytes,
+    note,
+    parameter_of,
+    require_storable,
+)
 from torchscout.state.table import StateTable
 
 __all__ = ["CheckpointManager"]
@@ -164,9 +172,9 @@ class CheckpointManager:
             raise ValueError(f"names that begin with {SCOUT_PREFIX!r} are reserved, got {name!r}")
         if not (hasattr(stateful, "state_dict") and hasattr(stateful, "load_state_dict")):
             raise ValueError(f"{name!r} must have state_dict() and load_state_dict(), got {type(stateful)}")
-        training_state.require_storable(name, stateful)
+        require_storable(name, stateful)
         self._registered[name] = stateful
-        self._prepare_memory(training_state.expected_bytes(self._state()))
+        self._prepare_memory(expected_bytes(self._state()))
 
     def step_begins(self) -> None:
         """Start the capture that is due. Call when a step begins, before anything of it has happened."""
@@ -191,7 +199,7 @@ class CheckpointManager:
 
     def _is_replicated(self, name: str) -> bool:
         """Whether replicas are known to hold an equal tensor of this name."""
-        if (found := training_state.parameter_of(name)) is None or found[0] in self._unreplicated:
+        if (found := parameter_of(name)) is None or found[0] in self._unreplicated:
             return False
         parameter, slot = found
         surface = surface_of(parameter)
@@ -407,7 +415,7 @@ class CheckpointManager:
         if config.forget_after_days is not None:
             forget_old(self._memory.parent, self._memory, config.forget_after_days)
         copies = placement.copies_beside(job.hosts, job.rank, replicate=config.replicate)
-        expected = training_state.expected_bytes(self._state())
+        expected = expected_bytes(self._state())
         allowed = check_budget(expected, copies, config.memory_budget, self._memory)
         # What is left even if the state turns out to be twice as large as expected.
         self.saved_calls.limit = max(0, allowed // copies - 2 * expected) if config.verify_on_resume else 0
@@ -486,7 +494,7 @@ class CheckpointManager:
         """Record loader positions and random state now, and capture the rest when the next step begins."""
         generation = row.generation
         self._awaited, self._capture, self._due = generation, None, None  # also if noting fails
-        noted = training_state.note(self._state())
+        noted = note(self._state())
         self._checked = None
         with suppress(ValueError, RuntimeError):  # then nothing is captured unless another step begins
             self._checked = _Signed(self._state())
@@ -494,7 +502,7 @@ class CheckpointManager:
         role = TrustLevel.VERIFIED if self._gate.recipes is None else role
 
         def due() -> None:
-            found = training_state.collect(self._state(), noted)
+            found = collect(self._state(), noted)
             self._capture = self._snapshots.capture(self._member.at(generation), role, found)
             self._writer.take(self._capture, is_due=row.due)
 

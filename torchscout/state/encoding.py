@@ -1,4 +1,4 @@
-"""Splits nested state into a JSON document and tensors, and tensors into bytes; and back (paper, section 9).
+"""Splits nested state into a JSON document and tensors, and back (paper, section 9).
 
 Only the types listed here are supported. Others are refused with their path and type, because restoring them
 would mean running code that a file names. Tensors keep their exact bits, including those of NaNs.
@@ -7,7 +7,6 @@ would mean running code that a file names. Tensors keep their exact bits, includ
 from __future__ import annotations
 
 import base64
-import ctypes
 import math
 import re
 import struct
@@ -21,81 +20,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from torchscout.checkpoint.storage.shard_format import ITEM_BYTES, Entry
 from torchscout.errors import CheckpointError, DamagedError
+from torchscout.state.layout import bytes_of, dtype_named, name_of, why_not_bytes
 
-__all__ = [
-    "Encoded",
-    "bytes_of",
-    "decode",
-    "dtype_named",
-    "encode",
-    "fill",
-    "name_of",
-    "objection",
-    "room_for",
-]
-
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def objection(tensor: torch.Tensor) -> str | None:
-    """Why this tensor cannot be stored as plain bytes; None if it can."""
-    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
-        return f"a {type(tensor).__name__} does not hold its own data; pass the local tensor it wraps"
-    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
-        return f"a {tensor.layout} tensor of {tensor.dtype} is not one dense block of memory"
-    if tensor.is_meta:
-        return "a meta tensor has no bytes"
-    if name_of(tensor.dtype) not in ITEM_BYTES:
-        return f"{tensor.dtype} cannot be stored as bytes"
-    return None
-
-
-def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """A writable view of a contiguous CPU tensor's memory; valid only while the tensor is alive."""
-    size = tensor.nbytes
-    # Not via NumPy, which makes the storage non-resizable and does not support all dtypes.
-    array = (ctypes.c_ubyte * size).from_address(tensor.data_ptr()) if size else bytearray()
-    return memoryview(array).cast("B")
-
-
-def fill(tensor: torch.Tensor, source: torch.Tensor, *, wait: bool = True) -> None:
-    """Copy the source's bits into a tensor of any strides and device; asynchronously unless ``wait``."""
-    with torch.no_grad():
-        if tensor.is_conj() or tensor.is_neg():  # its memory does not hold its values
-            tensor.copy_(source)
-        else:
-            _as_integers(tensor).copy_(
-                _as_integers(source.resolve_conj().resolve_neg()), non_blocking=not wait
-            )
-
-
-def _as_integers(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory as integers, which every device copies bit by bit."""
-    kind = _INTEGERS.get(tensor.itemsize)
-    return tensor.detach() if kind is None else tensor.detach().view(kind)
-
-
-def room_for(entries: Iterable[Entry]) -> dict[str, torch.Tensor]:
-    """Uninitialized CPU tensors for these entries, by name."""
-    return {
-        entry.name: torch.empty(entry.shape, dtype=dtype_named(entry.dtype), device="cpu")
-        for entry in entries
-    }
-
-
-def name_of(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def dtype_named(name: str) -> torch.dtype:
-    if name not in ITEM_BYTES:
-        raise ValueError(f"unknown dtype {name!r:.40}")
-    dtype = getattr(torch, name)
-    assert isinstance(dtype, torch.dtype)
-    return dtype
-
+__all__ = ["Encoded", "decode", "encode"]
 
 # [Note: tagged JSON]
 #
@@ -230,8 +158,8 @@ class _Encoder:
         }
 
     def _tensor(self, value: torch.Tensor, path: tuple[str, ...]) -> Any:
-        if why := objection(value):
-            raise CheckpointError(f"{_place(path)}: {why}")
+        if why := why_not_bytes(value):
+            raise CheckpointError(f"{_place(path)} {why}")
         # One name per tensor, so that shared tensors are shared again after decoding.
         if id(value) not in self._names:
             self._names[id(value)] = self._keep(value, path)
