@@ -1,7 +1,7 @@
-"""Splits nested state into a JSON document and tensors, and back (paper, section 9).
+"""Encodes nested state as a JSON document and tensors, and decodes it (paper, section 9).
 
-Only the types listed here are supported. Others are refused with their path and type, because restoring them
-would mean running code that a file names. Tensors keep their exact bits, including those of NaNs.
+Only the types in ``_KINDS`` are supported. Others are refused with their path and type, because restoring
+them would mean running code that a file names. Numbers keep their exact bits, including those of NaNs.
 """
 
 from __future__ import annotations
@@ -21,22 +21,23 @@ import numpy as np
 import torch
 
 from torchscout.errors import CheckpointError, DamagedError
-from torchscout.state.layout import bytes_of, dtype_named, name_of, why_not_bytes
+from torchscout.state.layout import bytes_of, dtype_named, empty_tensor, name_of, why_not_bytes
 
 __all__ = ["Encoded", "decode", "encode"]
 
 # [Note: tagged JSON]
 #
 # null, booleans, strings, lists and numbers that JSON represents exactly are stored as they are. Everything
-# else is an object with one key, a tag that says how to read its value. So is a dict, so that keys of any
-# type and their order are preserved, and no user's key can be mistaken for a tag.
+# else is an object with one key, a tag that says how to read its value: see ``_KINDS``. So is a dict, so that
+# keys of any type and their order are preserved, and no user's key can be mistaken for a tag.
 
 _DEPTH = 100
 _EXACT = 1 << 53
+_DOUBLE = struct.Struct(">d")
 _ARRAY = re.compile(r"[<>|][biufcmMSU]\d{1,9}(\[\d{0,9}[a-zA-Z]{1,2}\])?")
-_DEVICE = re.compile(r"[a-z]{1,20}(:\d{1,5})?")
-_FACTORIES: dict[str, type] = {
-    each.__name__: each for each in (bool, bytes, dict, float, int, list, set, str, tuple)
+_FACTORIES: dict[str | None, type | None] = {
+    None: None,
+    **{each.__name__: each for each in (bool, bytes, dict, float, int, list, set, str, tuple)},
 }
 """Allowed factories of a ``defaultdict``; anything else would be code that a file names."""
 
@@ -51,7 +52,10 @@ class Encoded(NamedTuple):
 def encode(tree: Any) -> Encoded:
     """Split a tree. Raises ``CheckpointError`` with the path and type of an unsupported value."""
     encoder = _Encoder()
-    return Encoded(encoder.encode(tree, ()), encoder.tensors)
+    try:
+        return Encoded(encoder.value(tree), encoder.tensors)
+    except ValueError as error:
+        raise CheckpointError(f"{'/'.join(encoder.path) or 'the state'} {error}") from error
 
 
 def decode(document: Any, tensors: Mapping[str, torch.Tensor], named: Iterable[type] = ()) -> Any:
@@ -60,224 +64,164 @@ def decode(document: Any, tensors: Mapping[str, torch.Tensor], named: Iterable[t
     Raises ``DamagedError`` if this is not an encoded tree.
     """
     try:
-        return _Decoder(tensors, named).decode(document, 0)
+        return _Decoder(tensors, named).value(document, 0)
     except (ValueError, TypeError, OverflowError, struct.error, RuntimeError) as error:
         raise DamagedError(f"not the state of a checkpoint: {error}") from error
 
 
 class _Encoder:
+    """Methods raise ``ValueError`` for what cannot be stored; ``path`` says then where it is."""
+
     def __init__(self) -> None:
+        self.path: list[str] = []
         self.tensors: dict[str, torch.Tensor] = {}
         self._names: dict[int, str] = {}
-        self._open: set[int] = set()
-        self._kinds: dict[type, Callable[[Any, tuple[str, ...]], Any]] = {
-            type(None): lambda value, _: value,
-            bool: lambda value, _: value,
-            str: lambda value, _: value,
-            int: lambda value, _: value if abs(value) < _EXACT else {"int": hex(value)},
-            float: lambda value, _: _number(value),
-            complex: lambda value, _: {"complex": [_number(value.real), _number(value.imag)]},
-            bytes: lambda value, _: {"bytes": _text(value)},
-            torch.dtype: lambda value, _: {"dtype": name_of(value)},
-            torch.device: lambda value, _: {"device": str(value)},
-            torch.Size: lambda value, _: {"size": list(value)},
-            list: self._items,
-            tuple: lambda value, path: {"tuple": self._items(value, path)},
-            set: lambda value, path: {"set": self._items(value, path)},
-            frozenset: lambda value, path: {"frozenset": self._items(value, path)},
-            dict: lambda value, path: {"dict": self._pairs(value, path)},
-            OrderedDict: lambda value, path: {"ordered": self._pairs(value, path)},
-            Counter: lambda value, path: {"counter": self._pairs(value, path)},
-            deque: lambda value, path: {"deque": [value.maxlen, self._items(value, path)]},
-            defaultdict: self._default,
-            type(Path()): lambda value, _: {"path": str(value)},
-            np.ndarray: self._array,
-        }
 
-    def encode(self, value: Any, path: tuple[str, ...]) -> Any:
-        if id(value) in self._open or len(path) > _DEPTH:
-            raise CheckpointError(f"{_place(path)} contains itself, or is nested more than {_DEPTH} deep")
-        if kind := self._kinds.get(type(value)):
-            pass
-        elif isinstance(value, torch.Tensor):
-            kind = self._tensor
-        elif isinstance(value, np.generic):
-            kind = self._scalar
-        elif isinstance(value, Enum):
-            kind = self._member
-        elif isinstance(value, tuple) and isinstance(getattr(value, "_fields", None), tuple):
-            kind = self._named
-        else:
-            raise CheckpointError(
-                f"{_place(path)} is a {_title(type(value))}, which a checkpoint cannot store; "
-                "store the numbers, strings, lists and dicts it consists of"
-            )
-        self._open.add(id(value))
-        encoded = kind(value, path)
-        self._open.discard(id(value))
-        return encoded
+    def value(self, value: Any) -> Any:
+        if len(self.path) > _DEPTH:
+            raise ValueError(f"contains itself, or is nested more than {_DEPTH} deep")
+        if _is_json(value):
+            return value
+        if type(value) is list:
+            return self.items(value)
+        kind = _kind_of(value)
+        parts = kind.take_apart(value)
+        if not isinstance(kind.form, tuple):
+            return {kind.tag: _FORMS[kind.form].write(self, parts)}
+        pairs = zip(kind.form, parts, strict=True)
+        return {kind.tag: [_FORMS[form].write(self, part) for form, part in pairs]}
 
-    def _items(self, values: Iterable[Any], path: tuple[str, ...]) -> list[Any]:
-        return [self.encode(value, (*path, str(index))) for index, value in enumerate(values)]
+    def items(self, values: list[Any]) -> list[Any]:
+        return [self._inner(str(index), value) for index, value in enumerate(values)]
 
-    def _pairs(self, values: Mapping[Any, Any], path: tuple[str, ...]) -> list[list[Any]]:
+    def pairs(self, values: dict[Any, Any]) -> list[list[Any]]:
+        # Most keys are strings, and a state has thousands.
         return [
-            [self._key(key, path), self.encode(value, (*path, str(key)))] for key, value in values.items()
+            [key if type(key) is str else self._inner(f"key {key!r:.40}", key), self._inner(str(key), value)]
+            for key, value in values.items()
         ]
 
-    def _key(self, key: Any, path: tuple[str, ...]) -> Any:
-        # A shortcut: nearly all keys are strings, and a state has thousands.
-        return key if type(key) is str else self.encode(key, (*path, f"key {key!r:.40}"))
-
-    def _default(self, value: defaultdict[Any, Any], path: tuple[str, ...]) -> Any:
-        factory = value.default_factory
-        name = None if factory is None else getattr(factory, "__name__", "")
-        if name is not None and _FACTORIES.get(name) is not factory:
-            raise CheckpointError(
-                f"{_place(path)} is a defaultdict of {factory!r:.80}, which a checkpoint cannot store; "
-                f"use a dict, or a defaultdict of {', '.join(_FACTORIES)}"
-            )
-        return {"default": [name, self._pairs(value, path)]}
-
-    def _member(self, value: Enum, path: tuple[str, ...]) -> Any:
-        title = _title(type(value))
-        if _enum_named(title) is not type(value) or value.name not in type(value).__members__:
-            raise CheckpointError(
-                f"{_place(path)} is {value!r:.80} of {title}, which cannot be found by that name; "
-                "define the enumeration at module level, or store the member's value"
-            )
-        return {"enum": [title, value.name]}
-
-    def _named(self, value: Any, path: tuple[str, ...]) -> Any:
-        fields = zip(value._fields, value, strict=True)
-        return {
-            "named": [
-                _title(type(value)),
-                [[name, self.encode(each, (*path, name))] for name, each in fields],
-            ]
-        }
-
-    def _tensor(self, value: torch.Tensor, path: tuple[str, ...]) -> Any:
+    def tensor(self, value: torch.Tensor) -> str:
         if why := why_not_bytes(value):
-            raise CheckpointError(f"{_place(path)} {why}")
+            raise ValueError(why)
         # One name per tensor, so that shared tensors are shared again after decoding.
         if id(value) not in self._names:
-            self._names[id(value)] = self._keep(value, path)
-        return {"tensor": self._names[id(value)]}
+            name, count = "/".join(self.path), 1
+            while name in self.tensors:  # 1 and "1" are different keys of a dict
+                count += 1
+                name = f"{'/'.join(self.path)}#{count}"
+            self._names[id(value)] = name
+            self.tensors[name] = value
+        return self._names[id(value)]
 
-    def _keep(self, value: torch.Tensor, path: tuple[str, ...]) -> str:
-        name, count = "/".join(path), 1
-        while name in self.tensors:  # 1 and "1" are different keys of a dict
-            count += 1
-            name = f"{'/'.join(path)}#{count}"
-        self.tensors[name] = value
-        return name
-
-    def _array(self, value: np.ndarray[Any, Any], path: tuple[str, ...]) -> Any:
-        _refuse_array(value.dtype, path)
-        data = torch.empty(value.nbytes, dtype=torch.uint8, device="cpu")
-        bytes_of(data)[:] = value.tobytes()
-        return {"array": [value.dtype.str, list(value.shape), self._keep(data, path)]}
-
-    def _scalar(self, value: np.generic, path: tuple[str, ...]) -> Any:
-        _refuse_array(value.dtype, path)
-        return {"scalar": [value.dtype.str, _text(value.tobytes())]}
+    def _inner(self, name: str, value: Any) -> Any:
+        self.path.append(name)
+        encoded = self.value(value)
+        self.path.pop()
+        return encoded
 
 
 class _Decoder:
     def __init__(self, tensors: Mapping[str, torch.Tensor], named: Iterable[type]) -> None:
         self._tensors = tensors
         self._named = {_title(each): each for each in named}
-        self._kinds: dict[str, Callable[[Any, int], Any]] = {
-            "int": lambda value, _: int(_typed(value, str), 16),
-            "float": lambda value, _: struct.unpack(">d", bytes.fromhex(value))[0],
-            "complex": lambda value, depth: complex(*self._many(_pair(value), depth)),
-            "bytes": lambda value, _: _bytes(value),
-            "dtype": lambda value, _: dtype_named(value),
-            "device": lambda value, _: torch.device(_matching(_DEVICE, value)),
-            "size": lambda value, depth: torch.Size(self._many(value, depth)),
-            "tuple": lambda value, depth: tuple(self._many(value, depth)),
-            "set": lambda value, depth: set(self._many(value, depth)),
-            "frozenset": lambda value, depth: frozenset(self._many(value, depth)),
-            "dict": self._dict,
-            "ordered": lambda value, depth: OrderedDict(self._dict(value, depth)),
-            "counter": lambda value, depth: Counter(self._dict(value, depth)),
-            "deque": self._deque,
-            "default": self._default,
-            "path": lambda value, _: Path(_typed(value, str)),
-            "enum": lambda value, _: _member(value),
-            "array": lambda value, _: self._array(value),
-            "scalar": lambda value, _: _scalar(value),
-            "named": self._named_tuple,
-            "tensor": lambda value, _: self._tensor(value),
-        }
 
-    def decode(self, document: Any, depth: int) -> Any:
+    def value(self, document: Any, depth: int) -> Any:
         if depth > _DEPTH + 1:
             raise ValueError(f"nested more than {_DEPTH} deep")
         if isinstance(document, list):
-            return self._many(document, depth)
+            return self.items(document, depth)
         if not isinstance(document, dict):
             return document
-        if len(document) != 1 or (tag := next(iter(document))) not in self._kinds:
+        if len(document) != 1 or (tag := next(iter(document))) not in _BY_TAG:
             raise ValueError(f"unknown tag {list(document)!r:.80}")
-        return self._kinds[tag](document[tag], depth)
+        kind, parts = _BY_TAG[tag], document[tag]
+        if not isinstance(kind.form, tuple):
+            return kind.make(_FORMS[kind.form].read(self, parts, depth))
+        pairs = zip(kind.form, _typed(parts, list), strict=True)
+        return kind.make(*(_FORMS[form].read(self, part, depth) for form, part in pairs))
 
-    def _many(self, values: Any, depth: int) -> list[Any]:
-        return [self.decode(value, depth + 1) for value in _typed(values, list)]
+    def items(self, values: Any, depth: int) -> list[Any]:
+        return [self.value(value, depth + 1) for value in _typed(values, list)]
 
-    def _dict(self, pairs: Any, depth: int) -> dict[Any, Any]:
-        decoded = [self._many(_pair(pair), depth) for pair in _typed(pairs, list)]
-        found = dict(map(tuple, decoded))
-        if len(found) < len(decoded):
+    def pairs(self, pairs: Any, depth: int) -> dict[Any, Any]:
+        found = dict(self.items(pair, depth) for pair in _typed(pairs, list))
+        if len(found) < len(pairs):
             raise ValueError("a dict has a duplicate key")
         return found
 
-    def _deque(self, value: Any, depth: int) -> deque[Any]:
-        most, items = _pair(value)
-        return deque(self._many(items, depth), None if most is None else _typed(most, int))
-
-    def _default(self, value: Any, depth: int) -> defaultdict[Any, Any]:
-        name, pairs = _pair(value)
-        if name is not None and name not in _FACTORIES:
-            raise ValueError(f"unknown factory {name!r:.40}")
-        return defaultdict(None if name is None else _FACTORIES[name], self._dict(pairs, depth))
-
-    def _named_tuple(self, value: Any, depth: int) -> Any:
-        title, fields = _pair(value)
-        pairs = [_pair(each) for each in _typed(fields, list)]
-        names = [_typed(name, str) for name, _ in pairs]
-        values = self._many([each for _, each in pairs], depth)
-        known = self._named.get(_typed(title, str))
-        if known is not None and list(getattr(known, "_fields", ())) == names:
-            return known(*values)
-        return namedtuple(title.rpartition(".")[2], names)(*values)
-
-    def _tensor(self, name: Any) -> torch.Tensor:
+    def tensor(self, name: Any, _: int) -> torch.Tensor:
         if not isinstance(name, str) or name not in self._tensors:
             raise ValueError(f"there is no tensor {name!r:.80}")
         return self._tensors[name]
 
-    def _array(self, value: Any) -> Any:
-        text, shape, name = _typed(value, list)
-        dtype, data = np.dtype(_matching(_ARRAY, text)), self._tensor(name)
-        if data.dtype is not torch.uint8 or data.nbytes != dtype.itemsize * math.prod(_typed(shape, list)):
-            raise ValueError(f"array {name!r:.80} has other bytes than its shape {shape!r:.80}")
-        return np.ndarray(shape, dtype, bytearray(bytes_of(data)))
+    def named(self, title: Any, _: int) -> Any:
+        return self._named.get(_typed(title, str), title)
 
 
-def _scalar(value: Any) -> Any:
-    text, data = _pair(value)
-    dtype = np.dtype(_matching(_ARRAY, text))
-    if len(_bytes(data)) != dtype.itemsize:
-        raise ValueError(f"not a {text}: {data!r:.80}")
-    return np.ndarray((), dtype, _bytes(data))[()] if dtype.itemsize else dtype.type()
+class _Form(NamedTuple):
+    """A part of a value in the document."""
+
+    write: Callable[[_Encoder, Any], Any]
+    read: Callable[[_Decoder, Any, int], Any]
+    """Gets the part and its depth. In a hostile file the part may be anything."""
 
 
-def _member(value: Any) -> Enum:
-    title, name = _pair(value)
-    kind = _enum_named(_typed(title, str))
-    if kind is None or _typed(name, str) not in kind.__members__:
+_FORMS: dict[type, _Form] = {
+    object: _Form(_Encoder.value, _Decoder.value),
+    str: _Form(lambda _, text: text, lambda _, text, __: _typed(text, str)),
+    bytes: _Form(
+        lambda _, data: base64.b64encode(data).decode(),
+        lambda _, text, __: base64.b64decode(_typed(text, str), validate=True),
+    ),
+    list: _Form(_Encoder.items, _Decoder.items),
+    dict: _Form(_Encoder.pairs, _Decoder.pairs),
+    torch.Tensor: _Form(_Encoder.tensor, _Decoder.tensor),
+    type: _Form(lambda _, named: _title(named), _Decoder.named),
+}
+
+
+def _factory_name(value: defaultdict[Any, Any]) -> str | None:
+    for name, factory in _FACTORIES.items():
+        if value.default_factory is factory:
+            return name
+    raise ValueError(
+        f"is a defaultdict of {value.default_factory!r:.80}, which a checkpoint cannot store; "
+        f"use a dict, or a defaultdict of {', '.join(filter(None, _FACTORIES))}"
+    )
+
+
+def _defaultdict(name: Any, values: dict[Any, Any]) -> defaultdict[Any, Any]:
+    if name not in _FACTORIES:
+        raise ValueError(f"unknown factory {name!r:.40}")
+    return defaultdict(_FACTORIES[name], values)
+
+
+def _named_parts(value: Any) -> tuple[type, dict[str, Any]]:
+    return type(value), dict(zip(value._fields, value, strict=True))
+
+
+def _named_tuple(known: Any, fields: dict[Any, Any]) -> Any:
+    if isinstance(known, type) and getattr(known, "_fields", None) == tuple(fields):
+        return known(*fields.values())
+    title = _title(known) if isinstance(known, type) else known
+    names = [_typed(name, str) for name in fields]
+    return namedtuple(title.rpartition(".")[2], names)(*fields.values())
+
+
+def _member_name(value: Enum) -> tuple[str, str]:
+    title = _title(type(value))
+    if _enum_named(title) is not type(value) or value.name not in type(value).__members__:
+        raise ValueError(
+            f"is {value!r:.80} of {title}, which cannot be found by that name; "
+            "define the enumeration at module level, or store the member's value"
+        )
+    return title, value.name
+
+
+def _member(title: str, name: str) -> Enum:
+    kind = _enum_named(title)
+    if kind is None or name not in kind.__members__:
         raise ValueError(f"this process has no enumeration {title!r:.80} with a member {name!r:.40}")
     return kind.__members__[name]
 
@@ -294,36 +238,39 @@ def _enum_named(title: str) -> type[Enum] | None:
     return None
 
 
-def _number(value: float) -> Any:
-    """JSON has no infinity or NaN, and the bits of a NaN matter."""
-    return value if math.isfinite(value) else {"float": struct.pack(">d", value).hex()}
+def _array_parts(value: np.ndarray[Any, Any]) -> tuple[str, list[int], torch.Tensor]:
+    data = empty_tensor("uint8", [value.nbytes])
+    bytes_of(data)[:] = value.tobytes()
+    return _array_type(value.dtype.str).str, list(value.shape), data
 
 
-def _text(data: bytes) -> str:
-    return base64.b64encode(data).decode()
+def _array(type_name: str, shape: list[int], data: torch.Tensor) -> Any:
+    dtype = _array_type(type_name)
+    if data.dtype is not torch.uint8 or data.nbytes != dtype.itemsize * math.prod(shape):
+        raise ValueError(f"an array of shape {shape!r:.80} has {data.nbytes} bytes")
+    return np.ndarray(shape, dtype, bytearray(bytes_of(data)))
 
 
-def _bytes(text: Any) -> bytes:
-    return base64.b64decode(_typed(text, str), validate=True)
+def _scalar_parts(value: np.generic) -> tuple[str, bytes]:
+    dtype = _array_type(value.dtype.str)
+    return dtype.str, value.tobytes()
 
 
-def _place(path: tuple[str, ...]) -> str:
-    return "/".join(path) or "the state"
+def _scalar(type_name: str, data: bytes) -> Any:
+    dtype = _array_type(type_name)
+    if len(data) != dtype.itemsize:
+        raise ValueError(f"not a {type_name}: {data!r:.80}")
+    return np.ndarray((), dtype, data)[()] if dtype.itemsize else dtype.type()
+
+
+def _array_type(name: str) -> np.dtype[Any]:
+    if not _ARRAY.fullmatch(name):
+        raise ValueError(f"is an array of {name}, which a checkpoint cannot store")
+    return np.dtype(name)
 
 
 def _title(named: type) -> str:
     return f"{named.__module__}.{named.__qualname__}"
-
-
-def _refuse_array(dtype: np.dtype[Any], path: tuple[str, ...]) -> None:
-    if not _ARRAY.fullmatch(dtype.str):
-        raise CheckpointError(f"{_place(path)} is an array of {dtype}, which a checkpoint cannot store")
-
-
-def _matching(pattern: re.Pattern[str], text: Any) -> str:
-    if not isinstance(text, str) or not pattern.fullmatch(text):
-        raise ValueError(f"unknown kind {text!r:.40}")
-    return text
 
 
 def _typed(value: Any, kind: type) -> Any:
@@ -332,7 +279,71 @@ def _typed(value: Any, kind: type) -> Any:
     return value
 
 
-def _pair(value: Any) -> list[Any]:
-    if type(value) is not list or len(value) != 2:
-        raise ValueError(f"not a pair: {value!r:.80}")
+def _same(value: Any) -> Any:
     return value
+
+
+class _Kind(NamedTuple):
+    """How values of a type are stored."""
+
+    tag: str
+    of: type
+    form: type | tuple[type, ...]
+    """What one is stored as, or what each of its parts is: keys of ``_FORMS``."""
+    take_apart: Callable[[Any], Any]
+    make: Callable[..., Any]
+    """Raises ``ValueError``, ``TypeError`` or ``RuntimeError`` for parts that it cannot be made of."""
+
+
+_KINDS = (
+    _Kind("int", int, str, hex, lambda x: int(x, 16)),
+    _Kind(
+        "float", float, str, lambda x: _DOUBLE.pack(x).hex(), lambda x: _DOUBLE.unpack(bytes.fromhex(x))[0]
+    ),
+    _Kind("complex", complex, (object, object), lambda x: (x.real, x.imag), complex),
+    _Kind("bytes", bytes, bytes, _same, _same),
+    _Kind("path", type(Path()), str, str, Path),
+    _Kind("dtype", torch.dtype, str, name_of, dtype_named),
+    _Kind("device", torch.device, str, str, torch.device),
+    _Kind("size", torch.Size, list, list, torch.Size),
+    _Kind("tuple", tuple, list, list, tuple),
+    _Kind("set", set, list, list, set),
+    _Kind("frozenset", frozenset, list, list, frozenset),
+    _Kind("dict", dict, dict, _same, _same),
+    _Kind("ordered", OrderedDict, dict, _same, OrderedDict),
+    _Kind("counter", Counter, dict, _same, Counter),
+    _Kind("default", defaultdict, (object, dict), lambda x: (_factory_name(x), x), _defaultdict),
+    _Kind(
+        "deque", deque, (object, list), lambda x: (x.maxlen, list(x)), lambda most, items: deque(items, most)
+    ),
+    _Kind("tensor", torch.Tensor, torch.Tensor, _same, _same),
+    _Kind("array", np.ndarray, (str, list, torch.Tensor), _array_parts, _array),
+    _Kind("scalar", np.generic, (str, bytes), _scalar_parts, _scalar),
+    _Kind("enum", Enum, (str, str), _member_name, _member),
+)
+_NAMED = _Kind("named", tuple, (type, dict), _named_parts, _named_tuple)
+"""Named tuples have no type in common."""
+_BY_TYPE = {kind.of: kind for kind in _KINDS}
+_BY_TAG = {kind.tag: kind for kind in (*_KINDS, _NAMED)}
+
+
+def _kind_of(value: Any) -> _Kind:
+    if (kind := _BY_TYPE.get(type(value))) is not None:
+        return kind
+    for base in (torch.Tensor, np.generic, Enum):
+        if isinstance(value, base):
+            return _BY_TYPE[base]
+    if isinstance(value, tuple) and isinstance(getattr(value, "_fields", None), tuple):
+        return _NAMED
+    raise ValueError(
+        f"is a {_title(type(value))}, which a checkpoint cannot store; "
+        "store the numbers, strings, lists and dicts it consists of"
+    )
+
+
+def _is_json(value: Any) -> bool:
+    """Whether JSON represents this value exactly; it has no infinity or NaN, and the bits of a NaN matter."""
+    kind = type(value)
+    if kind is int:
+        return bool(abs(value) < _EXACT)
+    return math.isfinite(value) if kind is float else kind in (str, bool, type(None))
