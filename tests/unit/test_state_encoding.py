@@ -137,6 +137,8 @@ def test_arrays_come_back(array: np.ndarray):
         np.int64(-5),
         np.bool_(True),
         np.str_("ab"),
+        np.str_(""),
+        np.bytes_(b""),
         np.datetime64("2020-01-01"),
     ],
 )

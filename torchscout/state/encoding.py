@@ -253,7 +253,7 @@ def _array(type_name: str, shape: list[int], data: torch.Tensor) -> Any:
 
 def _scalar_parts(value: np.generic) -> tuple[str, bytes]:
     dtype = _array_type(value.dtype.str)
-    return dtype.str, value.tobytes()
+    return dtype.str, value.tobytes()[: dtype.itemsize]  # NumPy gives an empty string four bytes
 
 
 def _scalar(type_name: str, data: bytes) -> Any:
