@@ -11,7 +11,7 @@ import torch
 from checkpoint_parts.job import CUDA, Figures, Job, identity, in_memory, ms, not_measured
 from torchscout.checkpoint.gate import TrustLevel
 from torchscout.checkpoint.snapshot import Snapshots
-from torchscout.checkpoint.state.training_state import State
+from torchscout.state.collect import State
 
 ROUNDS, WARM = 15, 4
 GOAL = 0.9

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import nn
 
 from torchscout.checkpoint.gate import Generation
-from torchscout.checkpoint.state.training_state import State, StateParts, collect
 from torchscout.checkpoint.storage.inventory import Member
 from torchscout.checkpoint.storage.shard_format import ShardIdentity
+from torchscout.state.collect import State, StateParts, collect
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")

@@ -24,10 +24,10 @@ from torchscout.checkpoint.gate import TrustLevel
 from torchscout.checkpoint.resume.fetch import fetch
 from torchscout.checkpoint.resume.transfer import Links
 from torchscout.checkpoint.snapshot import Snapshots
-from torchscout.checkpoint.state.restore import restore as restore_state
-from torchscout.checkpoint.state.training_state import StateParts
 from torchscout.checkpoint.storage import shards
 from torchscout.communicators import Communicators
+from torchscout.state.collect import StateParts
+from torchscout.state.restore import restore as restore_state
 
 ROUNDS, WARM = 5, 1
 

@@ -10,10 +10,10 @@ from torch import nn
 
 from torchscout.checkpoint.gate import Generation, TrustLevel
 from torchscout.checkpoint.snapshot import Capture, Snapshots
-from torchscout.checkpoint.state.restore import restore
-from torchscout.checkpoint.state.training_state import StateParts, collect
 from torchscout.checkpoint.storage import shards
 from torchscout.checkpoint.storage.shard_format import ShardIdentity
+from torchscout.state.collect import StateParts, collect
+from torchscout.state.restore import restore
 
 pytestmark = [
     pytest.mark.gpu,

@@ -14,9 +14,9 @@ from tests.support.states import identity
 from torchscout.checkpoint.buffers import Buffer
 from torchscout.checkpoint.gate import TrustLevel
 from torchscout.checkpoint.snapshot import Capture, Snapshots
-from torchscout.checkpoint.state.restore import restore
-from torchscout.checkpoint.state.training_state import State, StateParts, collect
 from torchscout.checkpoint.storage import shards
+from torchscout.state.collect import State, StateParts, collect
+from torchscout.state.restore import restore
 
 pytestmark = [
     pytest.mark.gpu,

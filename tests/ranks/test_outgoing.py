@@ -18,9 +18,9 @@ from torchscout.checkpoint.background_writer import BackgroundWriter
 from torchscout.checkpoint.gate import Generation, TrustLevel
 from torchscout.checkpoint.replication.replicator import Replicator
 from torchscout.checkpoint.snapshot import Capture, Snapshots
-from torchscout.checkpoint.state.training_state import StateParts, collect
 from torchscout.checkpoint.storage import shards
 from torchscout.checkpoint.storage.inventory import Member
+from torchscout.state.collect import StateParts, collect
 from torchscout.utils.network import new_token
 
 WIDTH = 3200

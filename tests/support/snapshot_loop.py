@@ -13,8 +13,8 @@ from torch import nn
 from tests.support.states import identity
 from torchscout.checkpoint.gate import TrustLevel
 from torchscout.checkpoint.snapshot import Snapshots
-from torchscout.checkpoint.state.training_state import StateParts, collect
 from torchscout.checkpoint.storage import shards
+from torchscout.state.collect import StateParts, collect
 
 
 def say(*words: object, log: Path | None = None) -> None:

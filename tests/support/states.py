@@ -14,11 +14,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from torchscout.checkpoint.gate import Generation, TrustLevel
-from torchscout.checkpoint.state.restore import restore
-from torchscout.checkpoint.state.training_state import State, Stateful, StateParts, collect
-from torchscout.checkpoint.storage import encoding, shards
-from torchscout.checkpoint.storage.encoding import bytes_of, dtype_named, fill, name_of
+from torchscout.checkpoint.storage import shards
 from torchscout.checkpoint.storage.shard_format import Blob, ShardIdentity, decode, encode
+from torchscout.state import encoding
+from torchscout.state.collect import State, Stateful, StateParts, collect
+from torchscout.state.layout import bytes_of, dtype_named, fill, name_of
+from torchscout.state.restore import restore
 
 
 def identity(step: int = 1, *, rank: int = 0, world_size: int = 1) -> ShardIdentity:

@@ -11,8 +11,8 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 
 from torchscout.checkpoint.reshard.parts import Part, is_covered, parts_of, shared
-from torchscout.checkpoint.state.tensor_layout import _spelled
 from torchscout.errors import CheckpointError
+from torchscout.state.layout import placement_to_json
 from torchscout.utils._torch import StridedShard
 
 
@@ -30,7 +30,7 @@ def test_parts_are_those_of_dtensor_and_cover_the_whole():
         found: set[tuple[Part, ...]] = set()
         for place in itertools.product(*map(range, mesh)):
             sizes, offsets = _compute_local_shape_and_global_offset(shape, mesh, list(place), placements)
-            spelled = [_spelled(each) for each in placements]
+            spelled = [placement_to_json(each) for each in placements]
             whole = {"shape": shape, "mesh": mesh, "coordinate": list(place), "placements": spelled}
             parts = parts_of(whole)
             assert sum(each.elements for each in parts) == math.prod(sizes), whole
@@ -52,6 +52,6 @@ def test_what_two_parts_share():
 
 
 def test_a_partial_sum_is_refused():
-    whole = {"shape": [4], "mesh": [2], "coordinate": [0], "placements": [_spelled(Partial())]}
+    whole = {"shape": [4], "mesh": [2], "coordinate": [0], "placements": [placement_to_json(Partial())]}
     with pytest.raises(CheckpointError, match="partial sum"):
         parts_of(whole)

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from tests.support.replay_by_hand import CPU
-from torchscout.checkpoint.storage import encoding
 from torchscout.replay.capture.context import Attention
 from torchscout.replay.capture.invocation import Invocation
 from torchscout.replay.capture.saved_calls import SavedCalls, restored
+from torchscout.state import encoding
 
 KEY = ("layer", "layer.3")
 

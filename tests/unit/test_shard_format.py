@@ -13,9 +13,10 @@ import xxhash
 
 from tests.support.states import blob_of
 from torchscout.checkpoint.gate import Generation, TrustLevel
-from torchscout.checkpoint.storage.encoding import bytes_of, dtype_named, room_for
-from torchscout.checkpoint.storage.shard_format import ITEM_BYTES, Blob, ShardIdentity, decode, encode, parse
+from torchscout.checkpoint.storage.shard_format import Blob, ShardIdentity, decode, encode, parse
 from torchscout.errors import CheckpointError, DamagedError
+from torchscout.state.dtypes import ITEM_BYTES
+from torchscout.state.layout import bytes_of, dtype_named, empty_tensor
 
 IDENTITY = ShardIdentity(
     job="job", mesh="replica=2 shard=2", world_size=4, rank=3, generation=Generation(7, 1)
@@ -65,7 +66,8 @@ def test_a_shard_may_hold_no_tensor():
 
 def read_again(tensor: torch.Tensor) -> torch.Tensor:
     header, data = decode(shard_of([blob_of("t", tensor)]))
-    room = room_for(header.entries)["t"]
+    (entry,) = header.entries
+    room = empty_tensor(entry.dtype, entry.shape)
     bytes_of(room)[:] = data["t"]
     return room
 

@@ -17,8 +17,8 @@ from torch import nn
 from tests.support.states import Job, all_bits, identity, seed
 from torchscout.checkpoint.gate import Generation, TrustLevel
 from torchscout.checkpoint.snapshot import Capture, Snapshots
-from torchscout.checkpoint.state.training_state import SCOUT_PREFIX, State, StateParts, collect
 from torchscout.checkpoint.storage import shards
+from torchscout.state.collect import SCOUT_PREFIX, State, StateParts, collect
 
 MIB = 1 << 20
 

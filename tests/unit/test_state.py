@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from tests.support.states import Job, all_bits, interrupted, seed, through_bytes
-from torchscout.checkpoint.state.restore import restore
-from torchscout.checkpoint.state.training_state import StateParts, collect, expected_bytes, require_storable
 from torchscout.errors import CheckpointError
+from torchscout.state.collect import StateParts, collect, expected_bytes, require_storable
+from torchscout.state.restore import restore
 
 
 class Net(nn.Module):

@@ -10,11 +10,11 @@ from torch import nn
 
 from torchscout.checkpoint.gate import Generation, TrustLevel
 from torchscout.checkpoint.reshard.whole_state import WholeState, describe, public_name
-from torchscout.checkpoint.state.training_state import StateParts, collect
 from torchscout.checkpoint.storage import shards
-from torchscout.checkpoint.storage.encoding import bytes_of, name_of
 from torchscout.checkpoint.storage.shard_format import Blob, ShardIdentity, encode
 from torchscout.errors import CheckpointError
+from torchscout.state.collect import StateParts, collect
+from torchscout.state.layout import bytes_of, name_of
 
 
 def whole(folder: Path, *ranks: StateParts) -> WholeState:

@@ -21,7 +21,7 @@ from torchscout.decision.progress import Phase
 from torchscout.mesh import Mesh
 
 if TYPE_CHECKING:
-    from torchscout.checkpoint.state.training_state import Stateful
+    from torchscout.state.collect import Stateful
 
 __all__ = ["AccelerateAdapter", "adapter_of"]
 

@@ -19,7 +19,7 @@ from torchscout.replay.recipes.working_copies import WorkingCopies
 from torchscout.replay.sharded_parameters import ParameterGatherers
 
 if TYPE_CHECKING:
-    from torchscout.checkpoint.state.training_state import Stateful
+    from torchscout.state.collect import Stateful
 
 __all__ = ["Adapter", "UpdateHooks", "mesh_along", "mesh_from", "overwritten"]
 

@@ -25,7 +25,7 @@ from torchscout.utils._torch import StridedShard
 from torchscout.utils.reentrancy import is_nested_step
 
 if TYPE_CHECKING:
-    from torchscout.checkpoint.state.training_state import Stateful
+    from torchscout.state.collect import Stateful
 
 __all__ = ["NoModelAdapter", "PyTorchAdapter", "around_steps"]
 

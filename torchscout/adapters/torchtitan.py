@@ -25,7 +25,7 @@ from torchscout.replay.sharded_parameters import ParameterGatherers
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from torchscout.checkpoint.state.training_state import Stateful
+    from torchscout.state.collect import Stateful
 
 __all__ = ["TorchTitanAdapter", "adapter_of"]
 

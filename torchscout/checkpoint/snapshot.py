@@ -36,13 +36,13 @@ import torch
 from torchscout.c3.signature import LastPlan, PendingSignatures, read_signatures
 from torchscout.checkpoint.buffers import Buffer, BufferPool
 from torchscout.checkpoint.gate import Generation, TrustLevel
-from torchscout.checkpoint.state.training_state import SCOUT_PREFIX, State
 from torchscout.checkpoint.storage import shards
-from torchscout.checkpoint.storage.encoding import bytes_of, fill, name_of
 from torchscout.checkpoint.storage.shard_format import Outline, ShardIdentity, digest
 from torchscout.checkpoint.totals import Totals
 from torchscout.errors import CheckpointError, describe_error
 from torchscout.log import log
+from torchscout.state.collect import SCOUT_PREFIX, State
+from torchscout.state.layout import bytes_of, fill, name_of
 from torchscout.utils.cuda_graphs import ignore_other_threads
 
 __all__ = ["Capture", "Snapshots"]

@@ -14,7 +14,7 @@ from torchscout.session.checkpoints.resumption import Resumption
 from torchscout.session.session import Parts, Session
 
 if TYPE_CHECKING:
-    from torchscout.checkpoint.state.training_state import Stateful
+    from torchscout.state.collect import Stateful
 
 __all__ = ["VARIABLE", "Off", "is_off"]
 

@@ -33,9 +33,9 @@ from torchscout.session.termination import before_termination
 from torchscout.utils.cuda_graphs import is_capturing
 
 if TYPE_CHECKING:
-    from torchscout.checkpoint.state.training_state import Stateful
     from torchscout.session.checkpoints.manager import CheckpointManager
     from torchscout.session.checkpoints.resumption import Resumption
+    from torchscout.state.collect import Stateful
 
 __all__ = ["InputHook", "Parts", "Session"]
 

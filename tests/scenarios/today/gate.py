@@ -21,7 +21,6 @@ from torchscout.checkpoint import ledger
 from torchscout.checkpoint.background_writer import BackgroundWriter
 from torchscout.checkpoint.gate import CheckpointGate, Generation, Outcome, Recovered, TrustLevel, transition
 from torchscout.checkpoint.snapshot import Snapshots
-from torchscout.checkpoint.state.training_state import StateParts, collect
 from torchscout.checkpoint.storage import shards
 from torchscout.checkpoint.storage.inventory import Member
 from torchscout.decision.consensus import exact, statistical
@@ -36,6 +35,7 @@ from torchscout.session.checkpoints.certifier import (
     events_of,
     outcome_of,
 )
+from torchscout.state.collect import StateParts, collect
 
 if TYPE_CHECKING:
     from tests.scenarios.test_gate import Copy, Event, History, Write

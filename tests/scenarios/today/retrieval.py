@@ -51,9 +51,7 @@ from torchscout.checkpoint.replication.placement import replica_holders
 from torchscout.checkpoint.replication.replicator import Replicator
 from torchscout.checkpoint.resume.fetch import Fetched, fetch
 from torchscout.checkpoint.resume.transfer import Links
-from torchscout.checkpoint.state import random_state, training_state
-from torchscout.checkpoint.state.training_state import StateParts
-from torchscout.checkpoint.storage import encoding, lock, shards
+from torchscout.checkpoint.storage import lock, shards
 from torchscout.checkpoint.storage.inventory import Member, Tier
 from torchscout.checkpoint.storage.memory import check_budget
 from torchscout.checkpoint.storage.retention import forget, kept_jobs
@@ -73,6 +71,9 @@ from torchscout.session.checkpoints.resumption import (
     restore_together,
 )
 from torchscout.session.reconnection import Proposal, Reconnection
+from torchscout.state.collect import StateParts, collect, random_state
+from torchscout.state.layout import bytes_of, name_of
+from torchscout.state.restore import restore_random_state
 
 if TYPE_CHECKING:
     from tests.scenarios.test_retrieval import (
@@ -181,11 +182,11 @@ class _Scene:
         machines = self._given.now or self._given.machines
         queues: dict[tuple[int, int], SimpleQueue[torch.Tensor]] = defaultdict(SimpleQueue)
         ranks = ThreadPeers.create_all(range(len(machines)))
-        generators = random_state.now(())
+        generators = random_state(())
         try:
             answers = on_threads(ranks, lambda rank: self._resume(rank, machines, queues))
         finally:
-            random_state.restore(generators, ())
+            restore_random_state(generators, ())
         agreed = {each[:-1] for each in answers}
         assert len(agreed) == 1, f"ranks have loaded different things: {answers}"
         return *agreed.pop(), [each[-1] for each in answers]
@@ -245,11 +246,11 @@ class _Scene:
         parts = _parts(rank, step)
         with torch.random.fork_rng():
             torch.manual_seed(rank)
-            state = training_state.collect(parts)
+            state = collect(parts)
         member = Member(job=JOB, mesh=_mesh(machines), world_size=len(machines), rank=rank)
         identity = member.at(Generation(step, saved.lineage))
         blobs = [
-            Blob(name, encoding.name_of(each.dtype), tuple(each.shape), bytes(encoding.bytes_of(each)))
+            Blob(name, name_of(each.dtype), tuple(each.shape), bytes(bytes_of(each)))
             for name, each in state.tensors.items()
         ]
         data = b"".join(encode(identity, TrustLevel.LATEST, state.document, blobs))

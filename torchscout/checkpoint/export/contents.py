@@ -14,7 +14,7 @@ import torch
 from torchscout.checkpoint.reshard.parts import whole_part
 from torchscout.checkpoint.reshard.reader import ReadPart, assembled
 from torchscout.checkpoint.reshard.whole_state import Key, WholeState, WholeTensor
-from torchscout.checkpoint.state.training_state import walk
+from torchscout.state.collect import walk
 
 __all__ = ["Path", "full", "model_of", "optimizer_of"]
 

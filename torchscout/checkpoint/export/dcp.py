@@ -22,7 +22,7 @@ from torchscout.checkpoint.export import contents
 from torchscout.checkpoint.reshard.parts import Part
 from torchscout.checkpoint.reshard.reader import ReadPart
 from torchscout.checkpoint.reshard.whole_state import StoredPart, WholeState, WholeTensor
-from torchscout.checkpoint.storage.encoding import dtype_named
+from torchscout.state.layout import dtype_named
 
 __all__ = ["write"]
 

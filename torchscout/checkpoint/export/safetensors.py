@@ -10,8 +10,8 @@ from typing import Any
 from torchscout.checkpoint.export import contents
 from torchscout.checkpoint.reshard.reader import ReadPart
 from torchscout.checkpoint.reshard.whole_state import WholeState, WholeTensor
-from torchscout.checkpoint.storage.shard_format import ITEM_BYTES
 from torchscout.errors import CheckpointError
+from torchscout.state.dtypes import ITEM_BYTES
 
 __all__ = ["require_package", "write"]
 

@@ -19,12 +19,12 @@ from torchscout.checkpoint.reshard.local_state import LocalState, local_state
 from torchscout.checkpoint.reshard.reader import ReadPart, ShardReader
 from torchscout.checkpoint.reshard.whole_state import StoredPart, WholeState, describe
 from torchscout.checkpoint.resume.transfer import Links, receive_bytes, send_bytes
-from torchscout.checkpoint.state.training_state import StateParts
 from torchscout.checkpoint.storage import shards
-from torchscout.checkpoint.storage.encoding import bytes_of, room_for
 from torchscout.checkpoint.storage.inventory import FoundShard, Member, Tier, inventory
 from torchscout.checkpoint.storage.shard_format import Entry, Header, digest, parse
 from torchscout.errors import CheckpointError, DamagedError
+from torchscout.state.collect import StateParts
+from torchscout.state.layout import bytes_of, empty_tensor
 from torchscout.utils.text import spans
 
 __all__ = ["Layout", "Resharded", "layouts_of", "reshard"]
@@ -191,7 +191,7 @@ class _Reader:
         if not self._local(copies):
             first = copies[0]
             self._wanted[first.rank, first.entry.name] = first.entry
-        return room_for([copies[0].entry])[copies[0].entry.name]
+        return empty_tensor(copies[0].entry.dtype, copies[0].entry.shape)
 
     def read(self, copies: Sequence[StoredPart]) -> torch.Tensor:
         if local := self._local(copies):
@@ -217,7 +217,7 @@ class _Reader:
                     self._take(rank, self._wanted[rank, name], source, links)
 
     def _take(self, rank: int, entry: Entry, source: int, links: Links) -> None:
-        tensor = room_for([entry])[entry.name]
+        tensor = empty_tensor(entry.dtype, entry.shape)
         memory, position = bytes_of(tensor), 0
         for piece in receive_bytes(entry.length, source, links.group):
             memory[position : position + len(piece)] = piece

@@ -1,6 +1,6 @@
 """Takes this rank's state out of the state of a whole job, for a layout of its own (paper, section 9).
 
-The result is what ``training_state.collect`` would have returned in this layout, so that
+The result is what ``state.collect.collect`` would have returned in this layout, so that
 ``state.restore.restore`` checks and restores it as it does after a restart in the same layout.
 """
 
@@ -17,17 +17,18 @@ from torch.distributed.tensor import DTensor
 from torchscout.checkpoint.reshard.parts import parts_of, whole_part
 from torchscout.checkpoint.reshard.reader import ReadPart, assembled
 from torchscout.checkpoint.reshard.whole_state import WholeState, WholeTensor, public_name
-from torchscout.checkpoint.state import random_state
-from torchscout.checkpoint.state.tensor_layout import CPU, layout_of, local_of, whole_of
-from torchscout.checkpoint.state.training_state import (
+from torchscout.errors import CheckpointError
+from torchscout.state.collect import (
     SCOUT_PREFIX,
     StateParts,
+    class_name,
     is_loader,
-    title_of,
+    random_state,
     walk,
     wrappers_of,
 )
-from torchscout.errors import CheckpointError
+from torchscout.state.layout import CPU, distribution_of, layout_of, local_of
+from torchscout.state.restore import random_state_mismatch
 from torchscout.utils._torch import inner_of
 from torchscout.utils.text import listed
 
@@ -78,10 +79,10 @@ class _Local:
         values = {name: self._values(name, getattr(parts, name)) for name in ("registered", "extra")}
         # With one rank before and several now, equal random state would be a coincidence.
         is_shared = ("rng",) in state.common and (state.world_size > 1 or world_size == 1)
-        rng = state.common["rng",].decoded(read) if is_shared else random_state.now(parts.tensors)
-        is_shared = is_shared and random_state.difference(rng, parts.tensors) is None
+        rng = state.common["rng",].decoded(read) if is_shared else random_state(parts.tensors)
+        is_shared = is_shared and random_state_mismatch(rng, parts.tensors) is None
         (self.restored if is_shared else self.not_restored).append("random state")
-        tree |= {"rng": rng if is_shared else random_state.now(parts.tensors), **values}
+        tree |= {"rng": rng if is_shared else random_state(parts.tensors), **values}
         tree["layouts"] = self.layouts
         kept = copy.copy(parts)
         kept.registered = {
@@ -124,14 +125,14 @@ class _Local:
         """The part of a tensor that is distributed as ``like`` is."""
         if tuple(like.shape) != whole.shape:
             raise CheckpointError(f"{whole.title} has shape {tuple(like.shape)}, had {whole.shape}")
-        target = parts_of(whole_of(like)) if isinstance(like, DTensor) else whole_part(whole.shape)
+        target = parts_of(distribution_of(like)) if isinstance(like, DTensor) else whole_part(whole.shape)
         return assembled(whole, target, local_of(like).shape, self.read)
 
     def _optimizers(self) -> dict[str, Any]:
         """Settings and slots; a ``ZeroRedundancyOptimizer`` has the settings of the one that it wraps."""
         here = self.parts.optimizers
         inner = [each for each in here if inner_of(each) is None]
-        if (titles := [title_of(each) for each in inner]) != self.state.classes:
+        if (titles := [class_name(each) for each in inner]) != self.state.classes:
             raise CheckpointError(f"the optimizers are {titles}, were {self.state.classes}")
         settings, slots = [], []
         number = -1
@@ -139,7 +140,9 @@ class _Local:
             wraps = inner_of(optimizer) is not None
             number += 0 if wraps else 1
             source = number + 1 if wraps else number
-            settings.append({"class": title_of(optimizer), "groups": self._groups(optimizer, source, place)})
+            settings.append(
+                {"class": class_name(optimizer), "groups": self._groups(optimizer, source, place)}
+            )
             own = {} if wraps else self._slots(optimizer, source, place)
             others = None if wraps else self._copied(("others", source), f"slots/{place}")
             slots.append({"own": own, "others": others or {}})

@@ -1,6 +1,6 @@
 """Computes which part of a whole tensor a rank holds, and which elements two parts share (paper, section 9).
 
-Pure functions on shapes and placements as ``state.tensor_layout`` spells them; the same splits as DTensor's.
+Pure functions on shapes and placements as ``state.layout`` describes them; the same splits as DTensor's.
 """
 
 from __future__ import annotations

@@ -10,9 +10,9 @@ import torch
 from torchscout.checkpoint.reshard.parts import Part, Shared, shared
 from torchscout.checkpoint.reshard.whole_state import StoredPart, WholeTensor
 from torchscout.checkpoint.storage import shards
-from torchscout.checkpoint.storage.encoding import dtype_named, fill
 from torchscout.checkpoint.storage.shard_format import Entry
 from torchscout.errors import CheckpointError, DamagedError
+from torchscout.state.layout import empty_tensor, fill
 
 __all__ = ["ReadPart", "ShardReader", "assembled", "needed"]
 
@@ -73,7 +73,7 @@ def assembled(
     whole: WholeTensor, target: Sequence[Part], shape: Sequence[int], read: ReadPart
 ) -> torch.Tensor:
     """A local tensor of this shape, filled with its parts of the whole; raises ``DamagedError``."""
-    made = torch.empty(tuple(shape), dtype=dtype_named(whole.dtype), device="cpu")
+    made = empty_tensor(whole.dtype, shape)
     for copies, common in needed(whole, target):
         source = read(copies)
         for each in common:

@@ -15,10 +15,11 @@ from typing import Any
 import torch
 
 from torchscout.checkpoint.reshard.parts import Part, is_covered, parts_of, whole_part
-from torchscout.checkpoint.state.training_state import walk
-from torchscout.checkpoint.storage.encoding import decode, dtype_named
 from torchscout.checkpoint.storage.shard_format import Entry, Header
 from torchscout.errors import CheckpointError, DamagedError
+from torchscout.state.collect import walk
+from torchscout.state.encoding import decode
+from torchscout.state.layout import dtype_named
 from torchscout.utils.text import listed
 
 __all__ = ["Key", "RankValue", "StoredPart", "WholeState", "WholeTensor", "describe", "public_name"]

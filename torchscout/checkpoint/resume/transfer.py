@@ -16,11 +16,11 @@ import torch
 import torch.distributed as dist
 
 from torchscout.checkpoint.storage import shards
-from torchscout.checkpoint.storage.encoding import bytes_of
 from torchscout.checkpoint.storage.incoming import IncomingShard
 from torchscout.checkpoint.storage.shard_format import ShardIdentity
 from torchscout.errors import ChannelError, CheckpointError, DamagedError
 from torchscout.log import log
+from torchscout.state.layout import bytes_of
 from torchscout.utils import unlisted_groups
 
 __all__ = ["Links", "receive_bytes", "receive_shard", "send_bytes", "send_shard"]

@@ -18,9 +18,9 @@ import xxhash
 
 from torchscout.checkpoint.gate import Generation, TrustLevel, is_number
 from torchscout.errors import DamagedError
+from torchscout.state.dtypes import ITEM_BYTES
 
 __all__ = [
-    "ITEM_BYTES",
     "PREFIX_BYTES",
     "Blob",
     "Buffer",
@@ -60,17 +60,6 @@ ALIGNMENT = 64
 _PREFIX = struct.Struct("<8sIIQ16s")
 PREFIX_BYTES = _PREFIX.size
 _DIGESTED = PREFIX_BYTES - 16
-
-ITEM_BYTES = {
-    "bool": 1,
-    **dict.fromkeys(("uint8", "int8", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2"), 1),
-    **dict.fromkeys(("float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn_x2"), 1),
-    **dict.fromkeys(("uint16", "int16", "float16", "bfloat16"), 2),
-    **dict.fromkeys(("uint32", "int32", "float32", "complex32"), 4),
-    **dict.fromkeys(("uint64", "int64", "float64", "complex64"), 8),
-    "complex128": 16,
-}
-"""Every dtype that a shard can hold, by torch's name, and its item size."""
 
 _MAX_DIMENSIONS = 64
 _MAX_BYTES = 1 << 62
@@ -152,7 +141,7 @@ class Header:
     role: TrustLevel
     """The trust level when the shard was sealed; the gate's state has the current one."""
     document: Any
-    """The state without its tensors, as ``encoding`` encodes it."""
+    """The state without its tensors, as ``state.encoding`` encodes it."""
     entries: tuple[Entry, ...]
     start: int
     """The offset of the header's end."""

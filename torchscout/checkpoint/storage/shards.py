@@ -127,13 +127,13 @@ def verify(path: Path | str) -> Report:
 
 def load(path: Path | str, named: Iterable[type] = ()) -> Restored:
     """Read and verify a state; ``named`` are the classes of named tuples in it. Raises ``DamagedError``."""
-    from torchscout.checkpoint.storage import encoding  # imports torch
+    from torchscout.state.encoding import decode  # imports torch
 
     with _opened(Path(path)) as (file, size):
         header = _header(file, size)
         check_padding(header, lambda offset, length: _read(file, offset, length))
         tensors = {entry.name: _tensor(file, entry) for entry in header.entries}
-        return Restored(header, encoding.decode(header.document, tensors, named))
+        return Restored(header, decode(header.document, tensors, named))
 
 
 def read_tensor(path: Path | str, entry: Entry) -> Any:
@@ -293,10 +293,10 @@ def _header(file: int, size: int) -> Header:
 
 
 def _tensor(file: int, entry: Entry) -> Any:
-    from torchscout.checkpoint.storage import encoding  # imports torch
+    from torchscout.state.layout import bytes_of, empty_tensor  # imports torch
 
-    tensor = encoding.room_for([entry])[entry.name]
-    memory = encoding.bytes_of(tensor)
+    tensor = empty_tensor(entry.dtype, entry.shape)
+    memory = bytes_of(tensor)
     _read_into(memory, file, entry.offset)
     if digest(memory) != entry.digest:
         raise DamagedError(f"tensor {entry.name!r} is damaged: its digest does not match")

@@ -19,13 +19,13 @@ from torchscout.checkpoint.gate import (
     Outcome,
     transition,
 )
-from torchscout.checkpoint.state.training_state import Stateful
 from torchscout.decision.repeatability import REFUSED, UNDECIDED, unmet
 from torchscout.decision.sdc import FAILED
 from torchscout.decision.types import EvidenceRecord, Incident, Manifestation, Trust
 from torchscout.errors import CheckpointError
 from torchscout.replay.capture.saved_calls import SavedCalls
 from torchscout.session.replay.coverage import RecipeCycle
+from torchscout.state.collect import Stateful
 
 __all__ = [
     "SEVERITY",

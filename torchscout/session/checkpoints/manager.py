@@ -38,8 +38,6 @@ from torchscout.checkpoint.replication import placement
 from torchscout.checkpoint.resume.fetch import Fetched, fetch
 from torchscout.checkpoint.resume.transfer import Links
 from torchscout.checkpoint.snapshot import Capture, Snapshots
-from torchscout.checkpoint.state import training_state
-from torchscout.checkpoint.state.training_state import SCOUT_PREFIX, Stateful, StateParts
 from torchscout.checkpoint.storage import job_file, lock, shards
 from torchscout.checkpoint.storage.inventory import Member, Tier
 from torchscout.checkpoint.storage.memory import check_budget, memory_folder
@@ -70,6 +68,16 @@ from torchscout.session.checkpoints.resumption import (
     restore_together,
 )
 from torchscout.session.replay.coverage import RecipeCycle
+from torchscout.state.collect import (
+    SCOUT_PREFIX,
+    Stateful,
+    StateParts,
+    collect,
+    expected_bytes,
+    note,
+    parameter_of,
+    require_storable,
+)
 from torchscout.state.table import Equality, StateTable, StateView
 
 __all__ = ["CheckpointManager"]
@@ -162,9 +170,9 @@ class CheckpointManager:
             raise ValueError(f"names that begin with {SCOUT_PREFIX!r} are reserved, got {name!r}")
         if not (hasattr(stateful, "state_dict") and hasattr(stateful, "load_state_dict")):
             raise ValueError(f"{name!r} must have state_dict() and load_state_dict(), got {type(stateful)}")
-        training_state.require_storable(name, stateful)
+        require_storable(name, stateful)
         self._registered[name] = stateful
-        self._prepare_memory(training_state.expected_bytes(self._state()))
+        self._prepare_memory(expected_bytes(self._state()))
 
     def step_begins(self) -> None:
         """Start the capture that is due. Call when a step begins, before anything of it has happened.
@@ -194,7 +202,7 @@ class CheckpointManager:
 
     def _is_replicated(self, name: str) -> bool:
         """Whether replicas are known to hold an equal tensor of this name."""
-        if (found := training_state.parameter_of(name)) is None:
+        if (found := parameter_of(name)) is None:
             return False
         parameter, slot = found
         surface = surface_of(parameter)
@@ -423,7 +431,7 @@ class CheckpointManager:
             self._undo.callback(lock.claim(folder, self._member.job, job.token).release)
         if config.forget_after_days is not None:
             forget_old(self._memory.parent, self._memory, config.forget_after_days)
-        self._expected = training_state.expected_bytes(self._state())
+        self._expected = expected_bytes(self._state())
         copies = placement.copies_beside(job.hosts, job.rank, replicate=config.replicate)
         self._allowed = check_budget(self._expected, copies, config.memory_budget, self._memory) // copies
 
@@ -512,7 +520,7 @@ class CheckpointManager:
         """Record loader positions and random state now, and capture the rest when the next step begins."""
         generation = row.generation
         self._awaited, self._capture, self._due = generation, None, None  # also if noting fails
-        noted = training_state.note(self._state())
+        noted = note(self._state())
         self._held, self._checked = self._parameters_held(), None
         with suppress(ValueError, RuntimeError):  # then nothing is captured unless another step begins
             self._checked = _Signed(self._everything)
@@ -520,7 +528,7 @@ class CheckpointManager:
         role = TrustLevel.VERIFIED if self._gate.recipes is None else role
 
         def due() -> None:
-            found = training_state.collect(self._state(), noted)
+            found = collect(self._state(), noted)
             self._capture = self._snapshots.capture(self._member.at(generation), role, found)
             self._writer.take(self._capture, is_due=row.due)
 

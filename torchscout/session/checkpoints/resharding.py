@@ -13,7 +13,6 @@ from torchscout.checkpoint.reshard.load import Layout, layouts_of, reshard
 from torchscout.checkpoint.resume.fetch import Fetched
 from torchscout.checkpoint.resume.plan import RestorePlan
 from torchscout.checkpoint.resume.transfer import Links
-from torchscout.checkpoint.state.training_state import StateParts
 from torchscout.checkpoint.storage.inventory import FoundShard, Member
 from torchscout.communicators import Communicators
 from torchscout.errors import CheckpointError, UnavailableError
@@ -25,6 +24,7 @@ from torchscout.session.checkpoints.resumption import (
     Resumption,
     restore_together,
 )
+from torchscout.state.collect import StateParts
 from torchscout.utils.text import listed, spans
 
 __all__ = ["Resharding", "previous_of_any_size"]

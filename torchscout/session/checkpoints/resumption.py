@@ -27,13 +27,13 @@ from torchscout.checkpoint.gate import (
 )
 from torchscout.checkpoint.ledger import Ledger
 from torchscout.checkpoint.resume.fetch import Fetched
-from torchscout.checkpoint.state.restore import restore
-from torchscout.checkpoint.state.training_state import StateParts
 from torchscout.checkpoint.storage.inventory import Member
 from torchscout.checkpoint.storage.shard_files import shard_files
 from torchscout.communicators import Communicators
 from torchscout.decision.types import Failure
 from torchscout.errors import CheckpointError, ScoutError, UnavailableError
+from torchscout.state.collect import StateParts
+from torchscout.state.restore import restore
 from torchscout.utils.text import spans
 
 __all__ = [

@@ -9,64 +9,66 @@ taken between an update and the next backward pass. ``snapshot`` copies the stat
 from __future__ import annotations
 
 import copy
+import random
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from torchscout.checkpoint.state import random_state
-from torchscout.checkpoint.state.tensor_layout import CPU, layout_of, local_of
-from torchscout.checkpoint.storage import encoding
 from torchscout.errors import CheckpointError
+from torchscout.state.encoding import encode
+from torchscout.state.layout import CPU, layout_of, local_of
 from torchscout.utils._torch import inner_of
 
 __all__ = [
     "SCOUT_PREFIX",
-    "Exchange",
     "Note",
     "State",
     "StateParts",
     "Stateful",
+    "class_name",
     "collect",
+    "devices_of",
     "expected_bytes",
     "is_loader",
     "note",
     "parameter_of",
+    "random_state",
     "require_storable",
-    "title_of",
     "walk",
     "wrappers_of",
 ]
 
-Exchange = Callable[[torch.Tensor, Any, str], Any]
-"""Called with a tensor, the value in its place in the other tree, and its path."""
 
+def walk(value: Any, path: str, replace: Callable[[torch.Tensor, Any, str], Any], other: Any = None) -> Any:
+    """Copy a tree with its tensors replaced.
 
-def walk(value: Any, path: str, exchange: Exchange, beside: Any = None) -> Any:
-    """Copy a tree with its tensors exchanged; a second tree ``beside``, of any shape, is walked along."""
+    A second tree, of any shape, is walked along. ``replace`` is called with a tensor, the value in its place
+    in the other tree, and its path.
+    """
     if isinstance(value, torch.Tensor):
-        return exchange(value, beside, path)
+        return replace(value, other, path)
     if type(value) in (dict, OrderedDict, defaultdict):
-        others = beside if isinstance(beside, dict) else {}
         walked = copy.copy(value)  # keeps its order and its factory
-        walked.update(
-            (key, walk(each, f"{path}/{key!r}", exchange, others.get(key))) for key, each in value.items()
-        )
+        for key, each in value.items():
+            own = other.get(key) if isinstance(other, dict) else None
+            walked[key] = walk(each, f"{path}/{key!r}", replace, own)
         return walked
     if type(value) is deque:
-        own = list(beside) if isinstance(beside, deque) else None
-        return deque(walk(list(value), path, exchange, own), value.maxlen)
+        items = walk(list(value), path, replace, list(other) if isinstance(other, deque) else None)
+        return deque(items, value.maxlen)
     is_named = isinstance(value, tuple) and hasattr(value, "_fields")
     if type(value) in (list, tuple) or is_named:
-        same = isinstance(beside, list | tuple) and len(beside) == len(value)
-        pairs = zip(value, beside if same else [None] * len(value), strict=True)
-        items = [walk(each, f"{path}/{index}", exchange, own) for index, (each, own) in enumerate(pairs)]
+        is_alike = isinstance(other, list | tuple) and len(other) == len(value)
+        owns = other if is_alike else [None] * len(value)
+        items = [walk(each, f"{path}/{index}", replace, owns[index]) for index, each in enumerate(value)]
         return type(value)(*items) if is_named else type(value)(items)
     return value
 
@@ -95,25 +97,31 @@ class StateParts:
             if isinstance(each, FSDPModule):
                 each.reshard()  # the sharded parameters are saved and restored
         self.model = model
-        self.optimizers = list(_with_inner(optimizers))
+        # A ``ZeroRedundancyOptimizer`` has its slots in the optimizer that it wraps.
+        every = [each for optimizer in optimizers for each in (optimizer, inner_of(optimizer))]
+        self.optimizers = [each for each in every if each is not None]
         self.registered = registered
         self.parameters: dict[str, torch.Tensor] = {
             name: owned.get(name, each) for name, each in model.named_parameters()
         }
-        self.restless = _restless(model)
+        self.changed_in_forward = _changed_in_forward(model)
         """Names of parameters that a forward pass changes."""
         self.buffers, self.caches = _buffers(model)
         """Persistent and non-persistent buffers."""
         self.extra = {name: each for name, each in model.named_modules() if _has_extra_state(each)}
         """Modules with extra state."""
-        self.names = {id(tensor): name for name, tensor in self.parameters.items()}
-        self.masters = {name: each for name, each in owned.items() if name not in self.parameters}
-        self.names |= {id(tensor): name for name, tensor in self.masters.items()}
         self.owned = sorted(owned)
         """Names of tensors that a framework keeps in a form of its own, such as flat buffers."""
-        self.masters |= self._masters()
+        self.masters = {name: each for name, each in owned.items() if name not in self.parameters}
         """Tensors that optimizers update and that are not parameters, such as copies in higher precision."""
-        self.names |= {id(tensor): name for name, tensor in self.masters.items()}
+        self.names = {id(tensor): name for name, tensor in self.updated.items()}
+        for number, optimizer in enumerate(self.optimizers):
+            for index, group in enumerate(optimizer.param_groups):
+                for place, tensor in enumerate(group["params"]):
+                    name = f"optimizer {number} group {index} parameter {place}"
+                    if id(tensor) not in self.names:
+                        self.names[id(tensor)] = name
+                        self.masters[name] = tensor
 
     @property
     def updated(self) -> dict[str, torch.Tensor]:
@@ -136,45 +144,25 @@ class StateParts:
                 own[self.names[id(key)]] = value
             else:
                 raise CheckpointError(
-                    f"{title_of(optimizer)} has state for a tensor of shape {tuple(key.shape)} "
+                    f"{class_name(optimizer)} has state for a tensor of shape {tuple(key.shape)} "
                     "that is neither a parameter of the model nor in its parameter groups"
                 )
         return own, others
 
-    def _masters(self) -> dict[str, torch.Tensor]:
-        found: dict[int, tuple[str, torch.Tensor]] = {}
-        for number, optimizer in enumerate(self.optimizers):
-            for place, group in enumerate(optimizer.param_groups):
-                for index, tensor in enumerate(group["params"]):
-                    if id(tensor) not in self.names:
-                        name = f"optimizer {number} group {place} parameter {index}"
-                        found.setdefault(id(tensor), (name, tensor))
-        return dict(found.values())
 
-
-def title_of(value: object) -> str:
+def class_name(value: object) -> str:
     return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
-def _with_inner(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[torch.optim.Optimizer]:
-    """With the inner optimizer of a ``ZeroRedundancyOptimizer``, which has its slots."""
-    for optimizer in optimizers:
-        yield optimizer
-        if (inner := inner_of(optimizer)) is not None:
-            yield inner
-
-
 def _buffers(model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    passing = {
+    transient = {
         f"{prefix}.{name}" if prefix else name
         for prefix, module in model.named_modules()
         for name in module._non_persistent_buffers_set
     }
     every = dict(model.named_buffers())
-    return (
-        {name: each for name, each in every.items() if name not in passing},
-        {name: each for name, each in every.items() if name in passing},
-    )
+    caches = {name: each for name, each in every.items() if name in transient}
+    return {name: each for name, each in every.items() if name not in transient}, caches
 
 
 _INNER = ("_orig_mod", "_checkpoint_wrapped_module")
@@ -194,7 +182,7 @@ def _tied(model: nn.Module) -> dict[str, str]:
     return {name: first[id(each)] for name, each in every if first[id(each)] != name}
 
 
-def _restless(model: nn.Module) -> set[str]:
+def _changed_in_forward(model: nn.Module) -> set[str]:
     """Names of embeddings with ``max_norm``, which rescale their weights in every lookup."""
     weights = {
         id(each.weight)
@@ -233,7 +221,7 @@ class State:
     """A rank's state at one moment. Tensors are those of training; everything else is copied."""
 
     document: Any
-    """The tree that ``restore`` takes, without tensors, as encoded by ``storage.encoding``."""
+    """The tree that ``restore`` takes, without tensors, as ``encode`` returns it."""
     live: Mapping[str, torch.Tensor]
     """Tensors that do not change before the next optimizer update."""
     prompt: Mapping[str, torch.Tensor]
@@ -269,7 +257,34 @@ def note(parts: StateParts) -> Note:
     """Record the random state and the positions of registered loaders."""
     loaders = {name: each for name, each in parts.registered.items() if is_loader(each)}
     positions = {name: copy.deepcopy(each.state_dict()) for name, each in loaders.items()}
-    return Note(random_state.now(parts.tensors), positions)
+    return Note(random_state(parts.tensors), positions)
+
+
+def random_state(tensors: Iterable[torch.Tensor]) -> dict[str, Any]:
+    """The random state of PyTorch, of the devices that these tensors are on, of NumPy and Python.
+
+    Generators that modules or loaders own are saved by whoever registers them.
+    """
+    version, words, gauss = random.getstate()
+    return {
+        "torch": torch.get_rng_state(),
+        "devices": {
+            kind: [torch.get_device_module(kind).get_rng_state(index) for index in indices]
+            for kind, indices in devices_of(tensors).items()
+        },
+        "numpy": np.random.get_state(legacy=False),
+        # One array, because encoding 625 separate integers would dominate the time.
+        "python": (version, np.array(words, dtype=np.uint64), gauss),
+    }
+
+
+def devices_of(tensors: Iterable[torch.Tensor]) -> dict[str, list[int]]:
+    """Device indices by type, sorted: after a restart a rank may have other indices, in the same order."""
+    found: dict[str, set[int]] = defaultdict(set)
+    for device in {tensor.device for tensor in tensors}:
+        if device.type not in ("cpu", "meta"):
+            found[device.type].add(device.index)
+    return {kind: sorted(indices) for kind, indices in sorted(found.items())}
 
 
 def is_loader(stateful: Stateful) -> bool:
@@ -285,45 +300,44 @@ def require_storable(name: str, stateful: Stateful) -> None:
     if is_loader(stateful):
         return
     try:
-        encoding.encode({name: _Taken().tree(stateful.state_dict(), name)})
+        encode({name: _Collector().tree(stateful.state_dict(), name)})
     except CheckpointError as error:
         raise ValueError(f"a checkpoint cannot store the state registered as {name!r}: {error}") from error
 
 
 def collect(parts: StateParts, noted: Note | None = None) -> State:
-    """Collect the current state, and what was ``noted`` before. Raises ``CheckpointError`` with the path of
-    what cannot be stored."""
-    taken, noted = _Taken(), noted or note(parts)
+    """Collect the current state, and what was ``noted`` before.
+
+    Raises ``CheckpointError`` with the path of what cannot be stored.
+    """
+    local, noted = _Collector(), noted or note(parts)
+    changed = {name: parts.parameters[name] for name in parts.changed_in_forward}
+    others = {name: each for name, each in parts.parameters.items() if name not in changed}
+    registered = {
+        name: noted.positions[name] if name in noted.positions else each.state_dict()
+        for name, each in parts.registered.items()
+    }
     found = {
         "schema": 1,
         "rng": noted.rng,
-        "registered": {
-            name: taken.tree(
-                noted.positions[name] if name in noted.positions else each.state_dict(),
-                f"registered/{name!r}",
-            )
-            for name, each in parts.registered.items()
-        },
+        "registered": {name: local.tree(each, f"registered/{name!r}") for name, each in registered.items()},
         "extra": {name: each.get_extra_state() for name, each in parts.extra.items()},
-        "buffers": taken.each("buffers", parts.buffers),
-        "caches": {name: taken.tree(each, f"caches/{name!r}") for name, each in parts.caches.items()},
-        "restless": taken.each("parameters", {name: parts.parameters[name] for name in parts.restless}),
-        "optimizers": [_settings(each, parts, taken, place) for place, each in enumerate(parts.optimizers)],
+        "buffers": local.tensors("buffers", parts.buffers),
+        "caches": {name: local.tree(each, f"caches/{name!r}") for name, each in parts.caches.items()},
+        "restless": local.tensors("parameters", changed),
+        "optimizers": [local.settings(parts, place) for place in range(len(parts.optimizers))],
         # Live tensors from here on; a tensor that occurs in both halves belongs to the first.
-        "parameters": taken.each(
-            "parameters",
-            {name: each for name, each in parts.parameters.items() if name not in parts.restless},
-        ),
-        "masters": taken.each("masters", parts.masters),
-        "slots": [_slots(each, parts, taken, place) for place, each in enumerate(parts.optimizers)],
-        "layouts": taken.layouts,
+        "parameters": local.tensors("parameters", others),
+        "masters": local.tensors("masters", parts.masters),
+        "slots": [local.slots(parts, place) for place in range(len(parts.optimizers))],
+        "layouts": local.layouts,
         "names": {
             "wrappers": wrappers_of(parts.model),
             "tied": _tied(parts.model),
             "owned": parts.owned,
         },
     }
-    document, tensors = encoding.encode(found)
+    document, tensors = encode(found)
     live = {name: each for name, each in tensors.items() if name.startswith(_LIVE)}
     return State(document, live, {name: each for name, each in tensors.items() if name not in live})
 
@@ -342,54 +356,48 @@ def expected_bytes(parts: StateParts) -> int:
 
 
 def _tensor_bytes(tree: Any) -> int:
-    return sum(each.nbytes for each in encoding.encode(_Taken().tree(tree, "")).tensors.values())
+    return sum(each.nbytes for each in encode(_Collector().tree(tree, "")).tensors.values())
 
 
-class _Taken:
+class _Collector:
     """Replaces tensors by their local parts, and records their layouts."""
 
     def __init__(self) -> None:
         self.layouts: dict[str, Any] = {}
 
-    def each(self, part: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def tensors(self, part: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Local parts of tensors that exist in every job; their own device is their home."""
-        return {name: self._tensor(each, f"{part}/{name!r}", each.device) for name, each in tensors.items()}
+        return {name: self._local(each, f"{part}/{name!r}", each.device) for name, each in tensors.items()}
 
     def tree(self, value: Any, path: str, parameter: torch.Tensor | None = None) -> Any:
         """A tree with local tensors; ``parameter`` is the one that the tree belongs to, if any."""
         home = CPU if parameter is None else parameter.device
-        return walk(value, path, lambda each, _, place: self._tensor(each, place, home, parameter))
+        return walk(value, path, lambda each, _, place: self._local(each, place, home, parameter))
 
-    def _tensor(
+    def settings(self, parts: StateParts, place: int) -> dict[str, Any]:
+        optimizer, groups = parts.optimizers[place], []
+        for number, group in enumerate(optimizer.param_groups):
+            first = next(iter(group["params"]), None)
+            values = {key: value for key, value in group.items() if key != "params"}
+            groups.append(
+                {
+                    "params": [parts.names[id(parameter)] for parameter in group["params"]],
+                    "settings": self.tree(values, f"optimizers/{place}/{number}", first),
+                }
+            )
+        return {"class": class_name(optimizer), "groups": groups}
+
+    def slots(self, parts: StateParts, place: int) -> dict[str, Any]:
+        own, others = parts.slots(parts.optimizers[place])
+        updated, path = parts.updated, f"slots/{place}"
+        return {
+            "own": {name: self.tree(each, f"{path}/{name!r}", updated[name]) for name, each in own.items()},
+            "others": self.tree(others, path),
+        }
+
+    def _local(
         self, tensor: torch.Tensor, path: str, home: torch.device, parameter: torch.Tensor | None = None
     ) -> torch.Tensor:
         if (layout := layout_of(tensor, home, parameter)) is not None:
             self.layouts[path] = layout
         return local_of(tensor)
-
-
-def _settings(
-    optimizer: torch.optim.Optimizer, parts: StateParts, taken: _Taken, place: int
-) -> dict[str, Any]:
-    groups = []
-    for number, group in enumerate(optimizer.param_groups):
-        first = next(iter(group["params"]), None)
-        values = {key: value for key, value in group.items() if key != "params"}
-        groups.append(
-            {
-                "params": [parts.names[id(parameter)] for parameter in group["params"]],
-                "settings": taken.tree(values, f"optimizers/{place}/{number}", first),
-            }
-        )
-    return {"class": title_of(optimizer), "groups": groups}
-
-
-def _slots(optimizer: torch.optim.Optimizer, parts: StateParts, taken: _Taken, place: int) -> dict[str, Any]:
-    own, others = parts.slots(optimizer)
-    updated = parts.updated
-    return {
-        "own": {
-            name: taken.tree(value, f"slots/{place}/{name!r}", updated[name]) for name, value in own.items()
-        },
-        "others": taken.tree(others, f"slots/{place}"),
-    }

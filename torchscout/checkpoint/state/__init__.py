@@ -1,1 +1,0 @@
-"""Collects and restores a rank's training state."""
