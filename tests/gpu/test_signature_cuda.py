@@ -147,7 +147,7 @@ def on_cuda(tensor: torch.Tensor) -> torch.Tensor:
 
 def looked_at(tensors: list[torch.Tensor]) -> list[int]:
     """The positions of what is not finite; flags change no signature."""
-    started = SignaturePlan(tensors, finite=True).start()
+    started = SignaturePlan(tensors).start(finite=True)
     assert started.read() == signatures(tensors)
     return started.not_finite
 

@@ -140,7 +140,7 @@ def test_a_write_that_is_queued_before_the_update_is_found(
     big[3].data[-1] = 1.0
     (snapshots.fence if ends == "with an update" else snapshots.settle)()
     assert not capture.wait(60)
-    assert capture.problem == "parameters/3 was changed while it was captured, and not by an update"
+    assert capture.problem == "3 was changed while it was captured, and not by an update"
     snapshots.close()
 
 

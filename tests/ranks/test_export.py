@@ -114,7 +114,7 @@ def test_safetensors_has_whole_tensors_of_the_model_and_the_optimizer(tmp_path: 
 
     # One tensor is damaged: no other rank has its bytes.
     shard = next(each for each in folder.rglob("rank-1-of-2.held-by-1.shard"))
-    damage(shard, "parameters/layers.1.0.weight")
+    damage(shard, "layers.1.0/weight")
     refused = run(folder, "--to", "dcp", "-o", tmp_path / "damaged", "--generation", step_of(shard), expect=1)
     assert str(shard) in refused.stderr
     assert "is damaged: its digest does not match" in refused.stderr
@@ -134,7 +134,7 @@ def step_of(shard: Path) -> str:
 def test_replicas_replace_a_damaged_shard_and_a_full_folder_is_not_overwritten(tmp_path: Path):
     folder, state = trained(tmp_path, "ddp", 2)
     shard = next(each for each in folder.rglob("step-0000000002*/rank-0-of-2.held-by-0.shard"))
-    damage(shard, "parameters/module.layers.1.0.weight")
+    damage(shard, "layers.1.0/weight")
     target = tmp_path / "dcp"
     target.mkdir()
     (target / "precious").touch()

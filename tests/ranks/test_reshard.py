@@ -110,7 +110,7 @@ def test_shards_that_only_other_machines_have_are_sent(tmp_path: Path):
 def test_a_damaged_shard_is_named_and_the_generation_passed_over(tmp_path: Path):
     job, _ = saved(tmp_path, "fsdp", 3)
     for shard in tmp_path.rglob(f"step-{STEPS:010d}*/rank-2-of-3.held-by-*.shard"):
-        damage(shard, "slots/0/own/layers.0.0.weight/exp_avg")
+        damage(shard, "layers.0.0/weight.exp_avg")
     for each in resumed(job, "fsdp", 2):
         assert each.resumed is not None
         assert (each.resumed.step, each.resumed.role) == (STEPS - 1, TrustLevel.VERIFIED)

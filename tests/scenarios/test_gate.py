@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.scenarios.rows import Row, cases, check, either, wrong_today
+from tests.scenarios.rows import Row, cases, check, either
 from tests.scenarios.today import gate, gate_jobs
 
 BOTH = (0, 1)
@@ -495,7 +495,6 @@ ROWS = [
         "both replicas write to a weight what is not a number, after the update and its check",
         given=Scripts(["writes to a weight what is not a number"]),
         must_come=[EARLIER],
-        wrong=wrong_today("seen", says=[WENT_ON]),
     ),
 ]
 

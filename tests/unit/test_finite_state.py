@@ -112,13 +112,14 @@ def test_padding_and_what_has_no_numbers_are_not_looked_at():
 
 def test_a_record_names_three_tensors_at_most():
     reasons = {
-        count: [each.reason for each in not_finite([*"abcdef"][:count], 7, 1)] for count in (0, 1, 3, 5)
+        count: [str(each.reason).partition(": ")[0] for each in not_finite([*"abcdef"][:count], 7, 1)]
+        for count in (0, 1, 3, 5)
     }
     assert reasons == {
         0: [],
-        1: ["NaN or infinity in a: such state is not certified"],
-        3: ["NaN or infinity in a, b and c: such state is not certified"],
-        5: ["NaN or infinity in a, b and c and 2 more: such state is not certified"],
+        1: ["NaN or infinity in a"],
+        3: ["NaN or infinity in a, b and c"],
+        5: ["NaN or infinity in a, b and c and 2 more"],
     }
     (record,) = not_finite(None, 7, 1)
     assert (record.step, record.peers) == (7, (1,))

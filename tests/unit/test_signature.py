@@ -376,7 +376,7 @@ def test_a_plan_is_made_anew_only_when_a_tensor_has_moved():
 @BOTH
 def test_nan_and_infinity_are_found_beside_the_signatures(algorithm):
     names, tensors, are_wrong = zip(*not_finite.cases(), strict=True)
-    started = SignaturePlan(tensors, algorithm=algorithm, finite=True).start()
+    started = SignaturePlan(tensors, algorithm=algorithm).start(finite=True)
     assert started.read() == signatures(tensors, algorithm=algorithm)
     assert [names[place] for place in started.not_finite] == [
         name for name, is_wrong in zip(names, are_wrong, strict=True) if is_wrong
@@ -389,7 +389,7 @@ def test_nan_and_infinity_are_found_beside_the_signatures(algorithm):
 def test_what_is_found_is_of_the_bytes_when_signing_began():
     """Also of several that are read together, on the host and on devices."""
     tensors = [torch.tensor([1.0, float("nan")]), torch.ones(3), torch.tensor([float("inf")])]
-    started = [SignaturePlan(tensors, algorithm=each, finite=True).start() for each in Algorithm]
+    started = [SignaturePlan(tensors, algorithm=each).start(finite=True) for each in Algorithm]
     plain = PendingSignatures(tensors, algorithm="fold")
     for each in tensors:
         each.zero_()
@@ -402,7 +402,7 @@ def test_tensors_that_could_not_be_looked_at_are_signed_and_not_taken_for_finite
         raise torch.OutOfMemoryError("for the largest element")
 
     monkeypatch.setattr(torch, "aminmax", out_of_memory)
-    started = SignaturePlan([torch.ones(3)], finite=True).start()
+    started = SignaturePlan([torch.ones(3)]).start(finite=True)
     assert started.read() == signatures([torch.ones(3)])
     with pytest.raises(RuntimeError, match="for the largest element"):
         _ = started.not_finite

@@ -87,10 +87,7 @@ class SignaturePlan:
         tensors: Iterable[Tensor],
         *,
         algorithm: Algorithm | str | None = None,
-        finite: bool = False,
     ) -> None:
-        """``finite`` also looks for NaN and infinity: see ``PendingSignatures.not_finite``."""
-        self.finite = finite
         work = [(tensor, _algorithm_for(tensor, algorithm)) for tensor in map(_plain, tensors)]
         self.tags = np.array([_tag(tensor, used) for tensor, used in work], dtype=np.uint64)
         self.on_host = {
@@ -105,16 +102,18 @@ class SignaturePlan:
                 places.append(place)
                 group.append(tensor)
 
-    def start(self) -> PendingSignatures:
-        """Sign the tensors as they are now, on the current stream of each device."""
-        return PendingSignatures.planned(self)
+    def start(self, *, finite: bool = False) -> PendingSignatures:
+        """Sign the tensors as they are now, on the current stream of each device.
+
+        ``finite`` also looks for NaN and infinity: see ``PendingSignatures.not_finite``.
+        """
+        return PendingSignatures.planned(self, finite=finite)
 
 
 class LastPlan:
     """The plan for tensors that are signed again and again, made anew only when one of them has moved."""
 
-    def __init__(self, *, finite: bool = False) -> None:
-        self._finite = finite
+    def __init__(self) -> None:
         self._places: list[tuple[Any, ...]] = []
         self._plan: SignaturePlan | None = None
 
@@ -124,7 +123,7 @@ class LastPlan:
         places = [(each.data_ptr(), each.dtype, each.shape, each.stride()) for each in tensors]
         if self._plan is None or places != self._places:
             self._places = places
-            self._plan = SignaturePlan(tensors, finite=self._finite)
+            self._plan = SignaturePlan(tensors)
         return self._plan
 
 
@@ -135,18 +134,16 @@ class PendingSignatures:
     """
 
     def __init__(self, tensors: Iterable[Tensor], *, algorithm: Algorithm | str | None = None) -> None:
-        self._start(SignaturePlan(tensors, algorithm=algorithm))
+        self._start(SignaturePlan(tensors, algorithm=algorithm), finite=False)
 
     @classmethod
-    def planned(cls, plan: SignaturePlan) -> PendingSignatures:
+    def planned(cls, plan: SignaturePlan, *, finite: bool = False) -> PendingSignatures:
         started = cls.__new__(cls)
-        started._start(plan)
+        started._start(plan, finite=finite)
         return started
 
-    def _start(self, plan: SignaturePlan) -> None:
-        self.folds = {
-            device: _fold(group, finite=plan.finite) for device, (_, group) in plan.on_devices.items()
-        }
+    def _start(self, plan: SignaturePlan, *, finite: bool) -> None:
+        self.folds = {device: _fold(group, finite=finite) for device, (_, group) in plan.on_devices.items()}
         """Device -> the folds that are computed there, and then the flags if those are asked for."""
         self._places = {device: places for device, (places, _) in plan.on_devices.items()}
         self._tags = plan.tags
@@ -155,7 +152,7 @@ class PendingSignatures:
             self._digests[place] = memory.xxh3()
         self._not_finite: set[int] = set()
         self._problem: RuntimeError | None = None
-        if plan.finite and plan.on_host:
+        if finite and plan.on_host:
             try:
                 flags = not_finite_with_torch([each.tensor for each in plan.on_host.values()])
                 self._not_finite.update(compress(plan.on_host, flags.tolist()))

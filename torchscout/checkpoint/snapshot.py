@@ -28,12 +28,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import compress
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 
-from torchscout.c3.signature import LastPlan, PendingSignatures, read_signatures
+from torchscout.c3.fold import not_finite_with_torch
+from torchscout.c3.signature import PendingSignatures, read_signatures
 from torchscout.checkpoint.buffers import Buffer, BufferPool
 from torchscout.checkpoint.gate import Generation, TrustLevel
 from torchscout.checkpoint.storage import shards
@@ -137,6 +139,7 @@ class _Task:
     document: Any
     tensors: Mapping[str, torch.Tensor]
     """All tensors in the order of the shard; of those that may change at once, the copies on devices."""
+    state: State
     live: Mapping[str, torch.Tensor]
     """The tensors that do not change before the update."""
     outline: Outline
@@ -144,7 +147,6 @@ class _Task:
     sides: Sequence[_Side]
     known: Mapping[int, tuple[weakref.ref[torch.Tensor], str]]
     """``Buffer.saved`` of the snapshot before."""
-    signing: LastPlan
     later: list[Callable[[], None]] = field(default_factory=list)
     """Copies that the background thread makes."""
     folds: list[PendingSignatures] = field(default_factory=list)
@@ -156,8 +158,9 @@ class _Task:
     given_up: str | None = None
 
     def fold(self) -> None:
-        """Compute, or begin to compute, the signatures of the live tensors."""
-        self.folds.append(self.signing.of(self.live.values()).start())
+        """Compute, or begin to compute, the signatures of the live tensors; on devices, where that takes no
+        time, at first also whether they are finite."""
+        self.folds.append(self.state.sign([*self.live], finite=bool(self.sides) and not self.folds))
         for side in self.sides:
             side.follow_training()  # which reads them
 
@@ -197,7 +200,6 @@ class Snapshots:
         self._outline = Outline([], 0)
         """The layout of the last snapshot."""
         self._unfenced: _Task | None = None
-        self._signing = LastPlan()
         self._idle = threading.Event()
         """Whether no capture and no preparation is in progress."""
         self._idle.set()
@@ -337,9 +339,7 @@ class Snapshots:
         buffer = self._buffer(outline.size, _cuda_device(tensors.values()))
         known, buffer.saved = buffer.saved, {}
         sides = [_Side(device) for device in {each.device for each in tensors.values() if not each.is_cpu}]
-        task = _Task(
-            capture, role, state.document, tensors, live, outline, buffer, sides, known, self._signing
-        )
+        task = _Task(capture, role, state.document, tensors, state, live, outline, buffer, sides, known)
         rows = [
             (name, each, first) for (name, each), first in zip(tensors.items(), outline.places, strict=True)
         ]
@@ -403,7 +403,7 @@ class Snapshots:
         task.may_end.wait()
         if task.given_up is not None:
             raise CheckpointError(task.given_up)
-        _require_unchanged(task)
+        _require_sound(task)
         outline, memory = task.outline, bytes_of(task.buffer.memory)
         header = outline.header(task.capture.identity, task.role, task.document, digests)
         if len(header) > outline.room:
@@ -470,14 +470,28 @@ def _digests(task: _Task) -> list[str]:
     return digests
 
 
-def _require_unchanged(task: _Task) -> None:
-    """Raise ``CheckpointError`` if the state has changed: see [Note: one state]."""
+def _require_sound(task: _Task) -> None:
+    """Raise ``CheckpointError`` if the state has changed, see [Note: one state], or must not be kept."""
     with ExitStack() as streams:
         for side in task.sides:
             streams.enter_context(side.work())
         if len(task.folds) == 1:  # no update follows, and all copies are complete
-            task.folds.append(task.signing.of(task.live.values()).start())
+            task.folds.append(PendingSignatures(task.live.values()))
         signatures = read_signatures(task.folds)
     for name, *each in zip(task.live, *signatures, strict=True):
         if len(set(each)) > 1:
             raise CheckpointError(f"{name} was changed while it was captured, and not by an update")
+    for name in _not_finite(task):
+        row = task.state.rows.get(name)
+        if row is not None and row.must_be_finite:
+            raise CheckpointError(f"{name} has NaN or infinity: such state is not kept")
+
+
+def _not_finite(task: _Task) -> list[str]:
+    """The names of the live tensors with NaN or infinity."""
+    if task.sides:
+        names = [*task.live]
+        return [names[place] for place in task.folds[0].not_finite]
+    rows = zip(task.live.values(), task.outline.places, strict=False)
+    copies = [task.buffer.view(first, each) for each, first in rows]
+    return [*compress(task.live, not_finite_with_torch(copies).tolist())] if copies else []

@@ -38,7 +38,7 @@ class FiniteState:
         self._recipes = [
             each for each in recipes if isinstance(each, ReplicatedStateRecipe | OwnedStateRecipe)
         ]
-        self._plan = LastPlan(finite=True)
+        self._plan = LastPlan()
 
     def wrong(self) -> list[Surface]:
         """Return the names of what is not finite now. What the check in progress has signed is not read
@@ -51,7 +51,7 @@ class FiniteState:
                 seen.update(names)
                 wrong.update(names[place] for place in signed.not_finite)
         rest = {name: row for name, row in rows.items() if name not in seen and row.must_be_finite}
-        signed = self._plan.of(row.local for row in rest.values()).start()
+        signed = self._plan.of(row.local for row in rest.values()).start(finite=True)
         signed.read()
         wrong.update(name for place, name in enumerate(rest) if place in signed.not_finite)
         return [name for name, row in rows.items() if name in wrong and row.must_be_finite]

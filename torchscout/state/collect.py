@@ -11,8 +11,8 @@ from __future__ import annotations
 import copy
 import random
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Protocol
 
@@ -22,10 +22,13 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
+from torchscout.c3.signature import PendingSignatures, SignaturePlan
+from torchscout.decision.types import Surface
 from torchscout.errors import CheckpointError
 from torchscout.state.encoding import encode
-from torchscout.state.layout import CPU, layout_of, local_of
-from torchscout.utils._torch import inner_of
+from torchscout.state.layout import CPU, layout_of
+from torchscout.state.table import Kind, Row, StateTable, StateView
+from torchscout.utils._torch import inner_of, local_of
 
 __all__ = [
     "SCOUT_PREFIX",
@@ -39,7 +42,7 @@ __all__ = [
     "expected_bytes",
     "is_loader",
     "note",
-    "parameter_of",
+    "put_at_rest",
     "random_state",
     "require_storable",
     "walk",
@@ -90,12 +93,12 @@ class StateParts:
         optimizers: Sequence[torch.optim.Optimizer] = (),
         registered: Mapping[str, Stateful] = MappingProxyType({}),
         owned: Mapping[str, torch.Tensor] = MappingProxyType({}),
+        table: StateTable | None = None,
     ) -> None:
         """``owned`` tensors replace the parameters of the same names, or are added: a framework may give the
-        model whole parameters, or none, where a rank owns a part."""
-        for each in model.modules():
-            if isinstance(each, FSDPModule):
-                each.reshard()  # the sharded parameters are saved and restored
+        model whole parameters, or none, where a rank owns a part. ``table`` names the tensors; by default the
+        parts have a table of their own."""
+        put_at_rest(model)
         self.model = model
         # A ``ZeroRedundancyOptimizer`` has its slots in the optimizer that it wraps.
         every = [each for optimizer in optimizers for each in (optimizer, inner_of(optimizer))]
@@ -122,6 +125,8 @@ class StateParts:
                     if id(tensor) not in self.names:
                         self.names[id(tensor)] = name
                         self.masters[name] = tensor
+        self.view = (StateTable(self.updated, optimizers) if table is None else table).view()
+        self._still: _Still | None = None
 
     @property
     def updated(self) -> dict[str, torch.Tensor]:
@@ -148,6 +153,20 @@ class StateParts:
                     "that is neither a parameter of the model nor in its parameter groups"
                 )
         return own, others
+
+    def still(self) -> _Still:
+        """Return what is encoded once for all captures until a tensor is replaced."""
+        rows = self.view.rows
+        if self._still is None or self._still.rows is not rows:
+            self._still = _Still.of(self, rows)
+        return self._still
+
+
+def put_at_rest(model: nn.Module) -> None:
+    """Free what FSDP has gathered: the sharded parameters are saved and restored."""
+    for each in model.modules():
+        if isinstance(each, FSDPModule):
+            each.reshard()
 
 
 def class_name(value: object) -> str:
@@ -199,21 +218,8 @@ def _has_extra_state(module: nn.Module) -> bool:
 SCOUT_PREFIX = "torchscout/"
 """Begins the names of SCOUT's own registered state, whose tensors never change."""
 _LIVE = ("parameters/", "masters/", "slots/", f"registered/{SCOUT_PREFIX}")
+"""Begin the paths of tensors that have no name in the table and do not change before the next update."""
 _USUAL_SLOTS = 2
-
-
-def parameter_of(name: str) -> tuple[str, str] | None:
-    """The parameter that a tensor of this name belongs to, and its slot's name, "" for the parameter.
-
-    None for a tensor that is not replicated.
-    """
-    part, _, rest = name.partition("/")
-    if part == "parameters":
-        return rest, ""
-    if part != "slots":
-        return None
-    _, _, parameter, *slot = [*rest.split("/"), "", ""]
-    return parameter, "/".join(filter(None, slot))
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,6 +232,15 @@ class State:
     """Tensors that do not change before the next optimizer update."""
     prompt: Mapping[str, torch.Tensor]
     """Tensors that may change as soon as training continues."""
+    view: StateView | None = None
+    rows: Mapping[Surface, Row] = field(default_factory=dict)
+    """Those of the view when the state was collected."""
+
+    def sign(self, names: Sequence[str], *, finite: bool = False) -> PendingSignatures:
+        """Sign some of the live tensors, as they are now; see ``StateView.sign``."""
+        if self.view is not None and self.view.rows.keys() >= {*names}:
+            return self.view.sign(names, finite=finite)
+        return SignaturePlan(self.live[name] for name in names).start(finite=finite)
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -300,7 +315,7 @@ def require_storable(name: str, stateful: Stateful) -> None:
     if is_loader(stateful):
         return
     try:
-        encode({name: _Collector().tree(stateful.state_dict(), name)})
+        encode({name: _Collector({}).tree(stateful.state_dict(), name)})
     except CheckpointError as error:
         raise ValueError(f"a checkpoint cannot store the state registered as {name!r}: {error}") from error
 
@@ -310,9 +325,9 @@ def collect(parts: StateParts, noted: Note | None = None) -> State:
 
     Raises ``CheckpointError`` with the path of what cannot be stored.
     """
-    local, noted = _Collector(), noted or note(parts)
+    still, noted = parts.still(), noted or note(parts)
+    local = _Collector(still.locals)
     changed = {name: parts.parameters[name] for name in parts.changed_in_forward}
-    others = {name: each for name, each in parts.parameters.items() if name not in changed}
     registered = {
         name: noted.positions[name] if name in noted.positions else each.state_dict()
         for name, each in parts.registered.items()
@@ -326,20 +341,74 @@ def collect(parts: StateParts, noted: Note | None = None) -> State:
         "caches": {name: local.tree(each, f"caches/{name!r}") for name, each in parts.caches.items()},
         "restless": local.tensors("parameters", changed),
         "optimizers": [local.settings(parts, place) for place in range(len(parts.optimizers))],
-        # Live tensors from here on; a tensor that occurs in both halves belongs to the first.
-        "parameters": local.tensors("parameters", others),
-        "masters": local.tensors("masters", parts.masters),
-        "slots": [local.slots(parts, place) for place in range(len(parts.optimizers))],
-        "layouts": local.layouts,
-        "names": {
-            "wrappers": wrappers_of(parts.model),
-            "tied": _tied(parts.model),
-            "owned": parts.owned,
-        },
     }
-    document, tensors = encode(found)
-    live = {name: each for name, each in tensors.items() if name.startswith(_LIVE)}
-    return State(document, live, {name: each for name, each in tensors.items() if name not in live})
+    if not still.has_slots:
+        found["slots"] = [local.slots(parts, place) for place in range(len(parts.optimizers))]
+    document, tensors = encode(found, still.names)
+    layouts = {"dict": _pairs(encode(local.layouts).document) + still.layouts}
+    document = {"dict": [*_pairs(document), ["layouts", layouts], *still.document]}
+    moves = {still.names.get(id(local_of(each))) for each in changed.values()}
+    tensors = {**tensors, **still.tensors}
+    live = {name: each for name, each in tensors.items() if name not in moves and still.is_live(name)}
+    prompt = {name: each for name, each in tensors.items() if name not in live}
+    return State(document, live, prompt, parts.view, still.rows)
+
+
+@dataclass(frozen=True, slots=True)
+class _Still:
+    """What changes only when a tensor is replaced: all but values and what may have any size."""
+
+    rows: Mapping[Surface, Row]
+    """The table's, when this was made."""
+    locals: Mapping[int, torch.Tensor]
+    """This rank's part of each tensor in the table, by the ``id`` of the tensor."""
+    names: Mapping[int, Surface]
+    """The name of each such part, by its ``id``."""
+    document: list[list[Any]]
+    """Keys and encoded values."""
+    layouts: list[list[Any]]
+    """The same of the layouts."""
+    tensors: Mapping[str, torch.Tensor]
+    has_slots: bool
+    """Whether the slots of the optimizers are among it: all of them are tensors in the table."""
+
+    @classmethod
+    def of(cls, parts: StateParts, rows: Mapping[Surface, Row]) -> _Still:
+        known = {id(row.tensor): row.local for row in rows.values()}
+        names = {id(row.local): name for name, row in rows.items()}
+        local, places = _Collector(known), range(len(parts.optimizers))
+        lasting = {
+            name: each for name, each in parts.parameters.items() if name not in parts.changed_in_forward
+        }
+        found: dict[str, Any] = {
+            "parameters": local.tensors("parameters", lasting),
+            "masters": local.tensors("masters", parts.masters),
+            "names": {"wrappers": wrappers_of(parts.model), "tied": _tied(parts.model), "owned": parts.owned},
+        }
+        slots = [value for each in parts.optimizers for value in _slot_values(each)]
+        has_slots = all(id(each) in known for each in slots)
+        if has_slots:
+            found["slots"] = [local.slots(parts, place) for place in places]
+        document, tensors = encode(found, names)
+        layouts = _pairs(encode(local.layouts).document)
+        return cls(rows, known, names, _pairs(document), layouts, tensors, has_slots)
+
+    def is_live(self, name: str) -> bool:
+        """Whether a tensor of this name does not change before the next update."""
+        row = self.rows.get(name)
+        return name.startswith(_LIVE) if row is None else row.kind is not Kind.BUFFER
+
+
+def _slot_values(optimizer: torch.optim.Optimizer) -> Iterator[Any]:
+    for parameter, slots in optimizer.state.items():
+        is_plain = isinstance(parameter, torch.Tensor) and type(slots) is dict
+        yield from slots.values() if is_plain else [slots]
+
+
+def _pairs(document: Any) -> list[list[Any]]:
+    """The keys and values of a dict, encoded."""
+    pairs: list[list[Any]] = document["dict"]
+    return pairs
 
 
 def expected_bytes(parts: StateParts) -> int:
@@ -356,14 +425,16 @@ def expected_bytes(parts: StateParts) -> int:
 
 
 def _tensor_bytes(tree: Any) -> int:
-    return sum(each.nbytes for each in encode(_Collector().tree(tree, "")).tensors.values())
+    return sum(each.nbytes for each in encode(_Collector({}).tree(tree, "")).tensors.values())
 
 
 class _Collector:
     """Replaces tensors by their local parts, and records their layouts."""
 
-    def __init__(self) -> None:
+    def __init__(self, known: Mapping[int, torch.Tensor]) -> None:
+        """``known`` local parts are used, by the ``id`` of the tensor."""
         self.layouts: dict[str, Any] = {}
+        self._known = known
 
     def tensors(self, part: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Local parts of tensors that exist in every job; their own device is their home."""
@@ -400,4 +471,5 @@ class _Collector:
     ) -> torch.Tensor:
         if (layout := layout_of(tensor, home, parameter)) is not None:
             self.layouts[path] = layout
-        return local_of(tensor)
+        known = self._known.get(id(tensor))
+        return local_of(tensor) if known is None else known

@@ -15,6 +15,7 @@ from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
 from collections.abc import Callable, Iterable, Mapping
 from enum import Enum
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -49,9 +50,12 @@ class Encoded(NamedTuple):
     """By the name that the document refers to: the path in the tree where the tensor was found first."""
 
 
-def encode(tree: Any) -> Encoded:
-    """Split a tree. Raises ``CheckpointError`` with the path and type of an unsupported value."""
-    encoder = _Encoder()
+def encode(tree: Any, names: Mapping[int, str] = MappingProxyType({})) -> Encoded:
+    """Split a tree. Raises ``CheckpointError`` with the path and type of an unsupported value.
+
+    ``names`` has the names of some tensors, by their ``id``; any other is named after its path.
+    """
+    encoder = _Encoder(names)
     try:
         return Encoded(encoder.value(tree), encoder.tensors)
     except ValueError as error:
@@ -72,9 +76,10 @@ def decode(document: Any, tensors: Mapping[str, torch.Tensor], named: Iterable[t
 class _Encoder:
     """Methods raise ``ValueError`` for what cannot be stored; ``path`` says then where it is."""
 
-    def __init__(self) -> None:
+    def __init__(self, names: Mapping[int, str]) -> None:
         self.path: list[str] = []
         self.tensors: dict[str, torch.Tensor] = {}
+        self._known = names
         self._names: dict[int, str] = {}
 
     def value(self, value: Any) -> Any:
@@ -106,7 +111,7 @@ class _Encoder:
             raise ValueError(why)
         # One name per tensor, so that shared tensors are shared again after decoding.
         if id(value) not in self._names:
-            name, count = "/".join(self.path), 1
+            name, count = self._known.get(id(value)) or "/".join(self.path), 1
             while name in self.tensors:  # 1 and "1" are different keys of a dict
                 count += 1
                 name = f"{'/'.join(self.path)}#{count}"

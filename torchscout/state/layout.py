@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from torchscout.errors import CheckpointError
 from torchscout.state.dtypes import ITEM_BYTES
-from torchscout.utils._torch import StridedShard
+from torchscout.utils._torch import StridedShard, local_of
 
 __all__ = [
     "CPU",
@@ -26,7 +26,6 @@ __all__ = [
     "empty_tensor",
     "fill",
     "layout_of",
-    "local_of",
     "name_of",
     "placement_from_json",
     "placement_to_json",
@@ -94,15 +93,6 @@ def _as_integers(tensor: torch.Tensor) -> torch.Tensor:
     """The same memory as integers, which every device copies bit by bit."""
     kind = _INTEGERS.get(tensor.itemsize)
     return tensor.detach() if kind is None else tensor.detach().view(kind)
-
-
-def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's local tensor, sharing memory."""
-    if not isinstance(tensor, DTensor):
-        return tensor
-    with torch.no_grad():  # otherwise it would be a new tensor in the autograd graph
-        local: torch.Tensor = tensor.to_local()
-    return local
 
 
 def layout_of(tensor: torch.Tensor, home: torch.device = CPU, parameter: torch.Tensor | None = None) -> Any:

@@ -26,10 +26,10 @@ from torchscout.state.layout import (
     distribution_of,
     fill,
     layout_of,
-    local_of,
     name_of,
     placement_from_json,
 )
+from torchscout.utils._torch import local_of
 
 __all__ = ["random_state_mismatch", "restore", "restore_random_state"]
 

@@ -257,13 +257,12 @@ class StateView:
     def slots(self) -> Mapping[Surface, Row]:
         return self._of(Kind.SLOT)
 
-    def sign(self, names: Sequence[Surface]) -> PendingSignatures:
-        """Sign these tensors as they are now, and look for NaN and infinity in them."""
+    def sign(self, names: Sequence[Surface], *, finite: bool = False) -> PendingSignatures:
+        """Sign these tensors as they are now; with ``finite`` also look for NaN and infinity in them."""
         rows = self.rows
         if self._plan is None or self._plan[0] != names:
-            plan = SignaturePlan((rows[name].local for name in names), finite=True)
-            self._plan = (list(names), plan)
-        return self._plan[1].start()
+            self._plan = (list(names), SignaturePlan(rows[name].local for name in names))
+        return self._plan[1].start(finite=finite)
 
     def _of(self, kind: Kind) -> dict[Surface, Row]:
         return {name: row for name, row in self.rows.items() if row.kind is kind}
@@ -285,4 +284,4 @@ def _address_of(local: torch.Tensor) -> int | None:
 
 
 def _size(slots: Any) -> int:
-    return len(slots) if hasattr(slots, "__len__") else 0
+    return len(slots) if isinstance(slots, dict) else 0

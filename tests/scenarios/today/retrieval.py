@@ -287,7 +287,7 @@ def _damage(path: Path, what: str) -> None:
         path.unlink()
         return
     entries = {each.name: each.offset for each in shards.inspect(path).entries}
-    places = {"weights": entries["parameters/weight"], "own state": entries["registered/own/value"]}
+    places = {"weights": entries["weight"], "own state": entries["registered/own/value"]}
     data = bytearray(path.read_bytes())
     data[places.get(what, 100)] ^= 4
     path.write_bytes(data)

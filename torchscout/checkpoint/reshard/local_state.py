@@ -27,9 +27,9 @@ from torchscout.state.collect import (
     walk,
     wrappers_of,
 )
-from torchscout.state.layout import CPU, distribution_of, layout_of, local_of
+from torchscout.state.layout import CPU, distribution_of, layout_of
 from torchscout.state.restore import random_state_mismatch
-from torchscout.utils._torch import inner_of
+from torchscout.utils._torch import inner_of, local_of
 from torchscout.utils.text import listed
 
 __all__ = ["LocalState", "local_state"]

@@ -131,7 +131,7 @@ class _StateComparison(Replay):
 
     def observe(self, seen: Observation) -> None:
         names = [*chain(*self._compared.values())]
-        signed = self._held.sign(names)
+        signed = self._held.sign(names, finite=True)
 
         def record(found: Sequence[int]) -> None:
             seen.signatures.update(zip(names, found, strict=True))

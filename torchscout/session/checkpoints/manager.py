@@ -18,7 +18,6 @@ from typing import Any
 import torch
 import xxhash
 
-from torchscout.adapters.structure import surface_of
 from torchscout.c3.fold import signed
 from torchscout.checkpoint import ledger
 from torchscout.checkpoint.background_writer import BackgroundWriter
@@ -75,7 +74,7 @@ from torchscout.state.collect import (
     collect,
     expected_bytes,
     note,
-    parameter_of,
+    put_at_rest,
     require_storable,
 )
 from torchscout.state.table import Equality, StateTable, StateView
@@ -127,6 +126,9 @@ class CheckpointManager:
         self._model, self._optimizers, self._owned = model, optimizers, owned
         self._table = table
         self._everything = table.view()
+        self._parts: StateParts | None = None
+        """Of the state as it was when these parameters and this version of the table were found:"""
+        self._parts_of: tuple[list[int], int] = ([], 0)
         self.saved_calls = SavedCalls()
         """The calls that a sweep replays, as far as memory allows."""
         self._registered: dict[str, Stateful] = {f"{SCOUT_PREFIX}keepsakes": self.saved_calls}
@@ -197,16 +199,9 @@ class CheckpointManager:
         """Of the replicated part of the last capture; None if there is none."""
         if self._awaited is None or not self._is_captured() or self._capture is None:
             return None
-        digests = {name: each for name, each in self._capture.digests.items() if self._is_replicated(name)}
+        every = self._capture.digests
+        digests = {name: every[name] for name in every if self._table.equality(name) is Equality.VOTED}
         return signed(xxhash.xxh3_64_intdigest(json.dumps(digests, sort_keys=True).encode()))
-
-    def _is_replicated(self, name: str) -> bool:
-        """Whether replicas are known to hold an equal tensor of this name."""
-        if (found := parameter_of(name)) is None:
-            return False
-        parameter, slot = found
-        surface = surface_of(parameter)
-        return self._table.equality(f"{surface}.{slot}" if slot else surface) is Equality.VOTED
 
     @property
     def certified_step(self) -> int | None:
@@ -535,10 +530,19 @@ class CheckpointManager:
         self._due = due
 
     def _parameters_held(self) -> list[int]:
-        return [id(each) for each in self._state().parameters.values()]
+        put_at_rest(self._model)
+        return [*map(id, self._model.parameters())]
 
     def _state(self) -> StateParts:
-        return StateParts(self._model, self._optimizers, self._registered, self._owned)
+        """The parts as they are now."""
+        held = self._parameters_held()
+        self._table.refresh()
+        if self._parts is None or self._parts_of != (held, self._table.version):
+            self._parts_of = (held, self._table.version)
+            self._parts = StateParts(
+                self._model, self._optimizers, self._registered, self._owned, self._table
+            )
+        return self._parts
 
     def _write_ledgers(self) -> None:
         """Write to memory now and to disk in the background, and delete what neither ledger names."""
