@@ -48,7 +48,10 @@ def test_a_flip_between_two_checks_names_its_rank_and_is_not_certified(
 def test_what_training_writes_to_between_updates_is_not_watched_and_the_user_may_accept_that(
     four: LiveRanks, clipped: str, watched: float, certified: int | None, tmp_path: Path
 ):
-    for each in four.ask(Resting(trial(tmp_path, watched=watched), clipped=clipped), 120):
+    found = four.ask(Resting(trial(tmp_path, watched=watched), clipped=clipped), 120)
+    said = [line for each in found for line in each.log if "certification needs 100%" in line]
+    assert len(said) == (certified is None), "once in the job"
+    for each in found:
         assert (each.incidents, each.failures) == ([], [])
         assert each.certified == certified
         assert 0.9 < each.status["replay"]["watched"] < 1

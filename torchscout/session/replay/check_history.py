@@ -22,8 +22,8 @@ class CheckHistory:
         """Why surfaces could not be compared when they were last due."""
         self.held_up: dict[Surface, str] = {}
         """Why the last check certified nothing although no rank was at fault."""
-        self._known: set[Surface] = set()
-        """What held up the last check on some rank."""
+        self._was_held_up = False
+        """Whether the last check was held up on some rank."""
         self._verdicts: Counter[tuple[str, str]] = Counter()
         """How many comparisons there were, by manifestation and status."""
 
@@ -46,12 +46,11 @@ class CheckHistory:
         self.held_up |= found
         return bool(found)
 
-    def is_new(self, surface: Surface, agreed: int, own: int) -> bool:
-        """Return whether this rank logs what holds up the check: it was not there at the last check, and of
-        all ranks that have it, this one is the first. Their highest vote is ``agreed``; 0 if none has it."""
-        was_there = surface in self._known
-        (self._known.add if agreed else self._known.discard)(surface)
-        return agreed == own and not was_there
+    def is_new(self, agreed: int, own: int) -> bool:
+        """Return whether this rank logs what holds up the check: nothing did at the last check, and of all
+        ranks that have something, this one is the first. Their highest vote is ``agreed``; 0 if none has."""
+        was_held_up, self._was_held_up = self._was_held_up, agreed > 0
+        return agreed == own and not was_held_up
 
     def add(self, records: Sequence[EvidenceRecord], require: Collection[str]) -> None:
         """Add the records of one check; see ``ReplayConfig.require``."""

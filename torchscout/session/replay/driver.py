@@ -82,8 +82,8 @@ class _Ballot(NamedTuple):
     """How many incidents this rank reports."""
     changes: int = 0
     """How many changes of settings were requested on rank 0."""
-    not_finite: int = 0
-    """Highest on the first rank whose state has NaN or infinity: that rank logs it."""
+    held_up: int = 0
+    """Highest on the first rank whose state has NaN or infinity, or was not watched: that rank logs it."""
 
 
 class ReplayDriver:
@@ -222,12 +222,18 @@ class ReplayDriver:
         self._compared = self._exchange(step, findings, measured, is_final=False)
         return self._compared.doubted
 
+    @property
+    def _held_up(self) -> list[str]:
+        """What the user has to change before anything is certified, in this check."""
+        held_up = self._history.held_up
+        return [held_up[each] for each in (FINITE, OWNED_STATE) if each in held_up]
+
     def _exchange(
         self, step: int, findings: Findings, measured: Sequence[Measured], *, is_final: bool
     ) -> Compared:
         self._guard(lambda: self._conclude_times(wait=True))
         changes = self._settings.requests if self._rank == 0 else 0
-        first = self._communicators.size - self._rank if FINITE in self._history.held_up else 0
+        first = self._communicators.size - self._rank if self._held_up else 0
         own = _Ballot(SEVERITY.index(self._unsettled), 0, len(self._found), changes, first)
         counted = self._certifier.votes(self._unsettled, differs=self._capture_is_doubtful(findings))
         votes = [*own, *self._pace.vote(self._config), *counted]
@@ -281,8 +287,8 @@ class ReplayDriver:
         agreed_pace = PaceVote(*islice(highest, len(PaceVote._fields)))
         self._guard(self._conclude_times)
         self._share_incidents(bool(agreed.found) or compared.is_slow)
-        if self._history.is_new(FINITE, agreed.not_finite, self._communicators.size - self._rank):
-            log.warning("step %d: %s", step, self._history.held_up[FINITE])
+        if self._history.is_new(agreed.held_up, self._communicators.size - self._rank):
+            log.warning("step %d: %s", step, "; ".join(self._held_up))
         if not SEVERITY[agreed.severity].accepted:
             self._rotation.take_back(EXPERTS, step)
         self._guard(lambda: self._certifier.decide(step, [*highest], check))
