@@ -182,7 +182,7 @@ def test_a_script_that_ends_without_close_is_on_disk_as_its_last_check_has_seen_
     first, is_kept = printed(LAST_LINES[how]), "averaged" not in how
     assert "resumed 0\nlatest 2\n" in first
     what = f"the checkpoint of step 4 is in {tmp_path / 'checkpoints'}"
-    why = "step 4 is not kept, because no step began with it and weight was changed after the check"
+    why = "step 4 is not kept, because no step began with it and model/weight was changed after the check"
     assert [each in first for each in (what, why)] == [is_kept, not is_kept], first
     shutil.rmtree(tmp_path / "memory")
     assert f"resumed {4 if is_kept else 2}\n" in printed("")

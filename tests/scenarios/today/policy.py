@@ -166,7 +166,7 @@ def _worker(machines: Sequence[str], folder: Path, life: int, history: History |
     costs = {} if history.restart_costs is None else {"restart_seconds": history.restart_costs}
     run = Identity(str(folder / f"run-{life}"))
     job = Job(0, Mesh.grid(replica=len(machines), hosts=machines), machines, "t" * 16, run)
-    checkpoints = SimpleNamespace(has_verified=lambda: history.has_verified)
+    checkpoints = SimpleNamespace(has_verified=lambda: history.has_verified, settle=lambda: None)
     config = RecoveryConfig(act=tuple(history.act), **costs)
     return Recovery(job, config, RestartPlan.read(folder), folder, checkpoints)  # type: ignore[arg-type]
 
