@@ -85,8 +85,8 @@ _COPY_SECONDS = 30.0
 """How long a job that resumes waits at most for the copies of the loaded state on other machines."""
 _SETTLE_SECONDS = 2.0
 """How long a process that leaves waits at most for its last capture."""
-_MEMORY_SECONDS = 1.0
-"""How long attaching and registering wait for memory, so that short jobs can be captured from the start."""
+_MEMORY_SECONDS = 30.0
+"""How long attaching and registering wait at most for memory: to map and pin it would slow training down."""
 
 
 class _Signed:
