@@ -22,6 +22,7 @@ import os
 import secrets
 import socket
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -81,11 +82,6 @@ class Identity:
         """Return the incident as one of this run. What all ranks conclude alike, they stamp alike; what one
         process has found needs an ``occurrence`` of its own."""
         return replace(incident, launcher=self.launcher, occurrence=f"{self.start}{occurrence}")
-
-    @property
-    def in_words(self) -> str:
-        """``job llama, Slurm job 4711``; empty if nothing is known."""
-        return ", ".join(filter(None, (self.job and f"job {self.job}", self.launcher)))
 
     @property
     def command(self) -> str:
@@ -180,20 +176,18 @@ class End:
 OfRank = TypeVar("OfRank", RankEntry, End)
 
 
-def read_all(kind: type[OfRank], run_dir: Path) -> tuple[list[OfRank], list[ValueError]]:
-    """Return the entries or ends of all ranks, by rank, and an error for each file that is none.
-
-    Raises ``OSError`` for a folder that cannot be read.
-    """
-    folder, found, problems = run_dir / kind.folder, list[OfRank](), list[ValueError]()
+def read_all(kind: type[OfRank], run_dir: Path, note: Callable[[ValueError], object]) -> list[OfRank]:
+    """Return the entries or ends of all ranks, by rank. A file that is none is left out, and ``note`` called.
+    Raises ``OSError`` for a folder that cannot be read."""
+    folder, found = run_dir / kind.folder, list[OfRank]()
     # Not ``glob``, which hides a folder that may not be read.
     for path in folder.iterdir() if folder.is_dir() else ():
         if path.match("rank-*.json"):
             try:
                 found.append(_read(kind, path))
             except ValueError as error:
-                problems.append(error)
-    return sorted(found, key=lambda each: each.rank), problems
+                note(error)
+    return sorted(found, key=lambda each: each.rank)
 
 
 def read_end(run_dir: Path, rank: int, record: str) -> End | None:

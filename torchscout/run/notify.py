@@ -47,8 +47,8 @@ def line_about(item: Incident | Resolved, run: Identity) -> str:
         said = f"recovered by going back to step {item.recovered}: {item.sentence}"
     else:
         said = f"resolved after {item.stalled_seconds:.1f} s: {item.sentence}"
-    job = f"{run.in_words}; " if run.in_words else ""
-    return f"{said} ({job}more: {run.command})"
+    job = ", ".join(filter(None, (run.job and f"job {run.job}", run.launcher)))
+    return f"{said} ({job}{'; ' * bool(job)}more: {run.command})"
 
 
 def message_about(item: Incident | Resolved, run: Identity) -> dict[str, Any]:

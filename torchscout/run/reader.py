@@ -6,7 +6,6 @@ into one folder, each is there once.
 
 from __future__ import annotations
 
-import errno
 import json
 import math
 import os
@@ -87,9 +86,9 @@ class Problem:
 
 
 def read(path: Path | str) -> Iterator[Stamped | Problem]:
-    """Yield every line of a file in order, beginning with its older parts; see ``run.writer``.
+    """Yield every line of a file in order, beginning with its older parts; none if there is no file.
 
-    A truncated or foreign line is a ``Problem``. Raises ``FileNotFoundError`` if there is no file.
+    A truncated or foreign line is a ``Problem``; see ``run.writer`` for the parts.
     """
     path = Path(path)
     with ExitStack() as opened:
@@ -100,8 +99,6 @@ def read(path: Path | str) -> Iterator[Stamped | Problem]:
                 file: BinaryIO = opened.enter_context(part.open("rb"))
                 if not any(os.path.sameopenfile(file.fileno(), other.fileno()) for other in files):
                     files.insert(0, file)
-        if not files:
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
         for file in files:
             for number, line in enumerate(file, start=1):
                 if line.strip():
@@ -150,7 +147,7 @@ class IncidentLog:
 
     def __init__(self, run_dir: Path | str) -> None:
         self._run_dir = Path(run_dir)
-        self._lines: dict[tuple[object, ...], Stamped] = {}
+        self.lines: dict[tuple[object, ...], Stamped] = {}
         """Each incident, end of an incident and decision, once. An end may be read before its incident, from
         another file."""
 
@@ -164,8 +161,9 @@ class IncidentLog:
     @property
     def reported(self) -> list[Reported]:
         """Return what has been read so far: each incident, and how it ended."""
-        ends = {end.incident: end for _, end in self.of(Resolved)}
-        return [Reported(incident, time, ends.get(incident.id)) for time, incident in self.of(Incident)]
+        ends = {end.incident: end for _, end in _of(self.lines.values(), Resolved)}
+        found = _of(self.lines.values(), Incident)
+        return [Reported(incident, time, ends.get(incident.id)) for time, incident in found]
 
     @property
     def incidents(self) -> list[Incident]:
@@ -173,11 +171,7 @@ class IncidentLog:
 
     @property
     def decisions(self) -> list[Decision]:
-        return [decision for _, decision in self.of(Decision)]
-
-    def of(self, kind: type[Kind]) -> list[tuple[float, Kind]]:
-        """Return the items of one kind, each with the time at which it was written."""
-        return _of(self._lines.values(), kind)
+        return [decision for _, decision in _of(self.lines.values(), Decision)]
 
     def new(self) -> list[Stamped]:
         """Read the files, and return the incidents that were added since the last call."""
@@ -195,7 +189,7 @@ class IncidentLog:
                 key = (Decision, item.incident, item.step, item.sentence)
             case _:
                 return False
-        return self._lines.setdefault(key, line) is line
+        return self.lines.setdefault(key, line) is line
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,20 +255,16 @@ class Run:
                     yield line
                 else:
                     self.note(f"{path}: no writer has such a time or rank; the line is left out")
-        except FileNotFoundError:
-            return
         except OSError as error:
             self.note(error)
 
     def read_ranks(self) -> None:
         """Read where each rank runs, and how it ended."""
         try:
-            self.entries, problems = read_all(RankEntry, self.run_dir)
-            ends, damaged = read_all(End, self.run_dir)
+            self.entries = read_all(RankEntry, self.run_dir, self.note)
             records = {entry.rank: entry.record for entry in self.entries}
+            ends = read_all(End, self.run_dir, self.note)
             self.ends = [end for end in ends if records.get(end.rank) == end.record]
-            for each in (*problems, *damaged):
-                self.note(each)
         except OSError as error:
             self.note(error)
 
@@ -284,7 +274,8 @@ class Run:
         for line in self.lines(self.run_dir, incident_lines):
             log.add(line)
         self.incidents = log.reported
-        self.resolved, self.decisions = log.of(Resolved), log.of(Decision)
+        events = log.lines.values()
+        self.resolved, self.decisions = _of(events, Resolved), _of(events, Decision)
         history = [*self.lines(self.run_dir / HISTORY_FILE)]
         self.starts, self.trust = _of(history, Started), _of(history, Trust)
 
@@ -345,6 +336,7 @@ def _is_possible(item: Any) -> bool:
 
 
 def _of(lines: Iterable[Stamped], kind: type[Kind]) -> list[tuple[float, Kind]]:
+    """Return the items of one kind, each with the time at which it was written."""
     return [(line.time, line.item) for line in lines if isinstance(line.item, kind)]
 
 

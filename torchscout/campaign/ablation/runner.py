@@ -31,8 +31,7 @@ from torchscout.decision.progress import RankReport
 from torchscout.decision.types import EvidenceRecord, Incident
 from torchscout.errors import TornRecordError
 from torchscout.observer.record.reader import ProgressReader
-from torchscout.run.folder import RankEntry, read_all
-from torchscout.run.reader import Follower, IncidentLog
+from torchscout.run.reader import Follower, IncidentLog, read_run
 
 __all__ = ["judged_warm", "run_ablated_hangs"]
 
@@ -40,7 +39,7 @@ __all__ = ["judged_warm", "run_ablated_hangs"]
 def _statuses(run_dir: Path) -> list[RankReport]:
     """The status of every rank that has a progress record."""
     found = []
-    for entry in read_all(RankEntry, run_dir)[0]:
+    for entry in read_run(run_dir).entries:
         with suppress(FileNotFoundError, TornRecordError):
             reader = ProgressReader(Path(entry.record))
             found.append(RankReport(entry.rank, reader.trainer(), reader.read()))
