@@ -13,8 +13,8 @@ import pytest
 
 from tests.unit.test_record import INCIDENT, RESOLVED
 from torchscout.decision.types import Incident, Resolved
-from torchscout.run.reader import IncidentLog, Problem, Stamped, read, read_run
-from torchscout.run.writer import RunWriter
+from torchscout.run.reader import Follower, IncidentLog, Problem, Stamped, read, read_run
+from torchscout.run.writer import RunWriter, line_of
 
 FILE = Path("incidents", "rank-0.jsonl")
 MOST = 20_000
@@ -143,14 +143,27 @@ def test_files_are_bounded_and_keep_the_first_and_the_newest_lines(tmp_path: Pat
 
 
 def test_a_follower_reads_every_incident_once_while_files_become_full(tmp_path: Path):
-    recorder, log, seen = RunWriter(tmp_path, 0, most_bytes=MOST), IncidentLog(tmp_path), []
+    recorder, follower, seen = RunWriter(tmp_path, 0, most_bytes=MOST), Follower(tmp_path / FILE), []
+    assert [*follower.fresh()] == []
     for step in range(1, 201):
         recorder.record(number(step))
         if step % 3 == 0:  # so that lines are added to a file before it is renamed
-            seen += [line.item.step for line in log.new()]
+            seen += [line.item.step for line in follower.fresh()]
     recorder.close()
-    seen += [line.item.step for line in log.new()]
+    seen += [line.item.step for line in follower.fresh()]
+    follower.close()
     assert seen == [*range(1, 201)]
+
+
+def test_a_follower_leaves_a_line_until_it_is_complete_and_skips_a_foreign_one(tmp_path: Path):
+    line, path, seen = line_of(INCIDENT), tmp_path / "news", []
+    follower = Follower(path)
+    for part in (b"{}\n" + line + line[:100], line[100:-1], b"\n" + line):
+        with path.open("ab") as file:
+            file.write(part)
+        seen.append([each.item for each in follower.fresh()])
+    follower.close()
+    assert seen == [[INCIDENT], [], [INCIDENT] * 2]
 
 
 def test_a_log_of_incidents_skips_a_foreign_line(tmp_path: Path):
