@@ -14,6 +14,7 @@ import json
 import os
 import time
 from collections import deque
+from contextlib import closing
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -86,9 +87,8 @@ def record_one(
     run_dir: Path | str, rank: int, item: Recordable, *, by: Literal["rank", "observer"] = "rank"
 ) -> None:
     """Write one item; raises ``OSError`` if that fails."""
-    writer = RunWriter(run_dir, rank, by=by)
-    writer.record(item)
-    writer.close()
+    with closing(RunWriter(run_dir, rank, by=by)) as writer:
+        writer.record(item)
 
 
 class _LineFile:
