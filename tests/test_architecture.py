@@ -185,11 +185,11 @@ def test_tables_of_scenarios_know_nothing_of_the_code():
 def test_only_time_stamps_and_names_read_the_wall_clock():
     """A wall clock that jumps must change no decision: everything else is monotonic.
 
-    The doctor compares the wall clocks of machines, which is to look at them. The reader of a run directory
-    compares a heartbeat with it, which is only shown.
+    The doctor compares the wall clocks of machines, which is to look at them. The age of a
+    heartbeat is only shown.
     """
     readers = {module for module in LIBRARY if "time.time()" in (PACKAGE / module).read_text()}
-    assert readers == {"run/writer.py", "run/reader.py", "cli/doctor/network.py"}
+    assert readers == {"run/writer.py", "run/folder.py", "cli/doctor/network.py"}
 
 
 CONSTRUCTORS = {"arange", "as_tensor", "asarray", "empty", "eye", "full", "linspace", "normal", "ones"}

@@ -325,8 +325,12 @@ def _incidents(
     path = None if record is None else news_of(record)
     incidents = Incidents(job, callbacks, base.boundary.failed, path, webhook)
     undo.callback(incidents.close)
-    address, device = astuple(job.mesh.address_of(job.rank, LayerKind.DENSE)), job.devices[job.rank]
-    entry = RankEntry.own(job.rank, record, len(job.mesh), address, device, interface_of_job())
+    entry = replace(
+        RankEntry.own(job.rank, record, len(job.mesh)),
+        address=astuple(job.mesh.address_of(job.rank, LayerKind.DENSE)),
+        device=job.devices[job.rank],
+        interface=interface_of_job(),
+    )
     base.boundary.guarded(lambda: entry.write(job.run_dir))
     return incidents, entry
 

@@ -402,8 +402,7 @@ def forget_groups() -> None:
 
 
 def _records_of(run_dir: Path, rank: int) -> list[EvidenceRecord]:
-    path = run_dir / "records" / f"rank-{rank}.jsonl"
-    lines = read(path) if path.exists() else ()  # replay may be off
+    lines = read(run_dir / "records" / f"rank-{rank}.jsonl")
     items = [line.item for line in lines if isinstance(line, Stamped)]
     return [each for each in items if isinstance(each, EvidenceRecord)]
 

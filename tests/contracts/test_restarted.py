@@ -15,8 +15,8 @@ import pytest
 from evaluation.jobs.contracts import FAULTY
 from evaluation.jobs.script import FAULTY_STEP, LATER_STEP, OTHER
 from tests.support.restarts import answers, decisions, run
+from tests.support.run_dirs import read_ends
 from torchscout.decision.types import Action
-from torchscout.run.folder import read_end
 from torchscout.run.restart import RestartPlan
 
 BOTH = ["--act", "restart,replace"]
@@ -88,7 +88,7 @@ def test_a_restarted_job_ends_as_if_nothing_had_happened(fault: Fault, tmp_path:
         assert (len(plan.restarts), plan.sentence) == (1, ""), "the plan was used"
         assert plan.excluded == (decision.hosts if fault.action is Action.REPLACE else ())
     if fault.name == "unheard":
-        end = read_end(tmp_path / "run-0", OTHER)
+        end = read_ends(tmp_path / "run-0").get(OTHER)
         assert end is not None
         assert end.how == "failed", "it did not know"
 

@@ -16,6 +16,7 @@ import pytest
 
 from tests.support.gates import train
 from tests.support.mutation import bytes_mutant, document_mutant, text_mutant, tried
+from tests.support.run_dirs import read_ends, read_roster
 from tests.unit.test_record import AGREEMENTS, EVIDENCE, INCIDENT, NOT_CHECKED, RESOLVED, TIMES
 from tests.unit.test_report import write_run
 from torchscout.checkpoint import ledger
@@ -30,7 +31,7 @@ from torchscout.observer.record.writer import ProgressWriter
 from torchscout.observer.rounds import protocol
 from torchscout.report.document import documented
 from torchscout.report.standing import standing
-from torchscout.run.folder import End, Heartbeat, RankEntry, read_ends, read_roster
+from torchscout.run.folder import End, Heartbeat, RankEntry
 from torchscout.run.reader import IncidentLog, Run, read, read_run
 from torchscout.run.writer import RunWriter
 

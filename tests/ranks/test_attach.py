@@ -21,13 +21,13 @@ from typer.testing import CliRunner
 
 from tests.support.hangs import QUICK, Net
 from tests.support.ranks import run_ranks
+from tests.support.run_dirs import read_ends
 from tests.support.small_job import until
 from torchscout import Mesh
 from torchscout.adapters.base import mesh_from
 from torchscout.attach import enable_resiliency
 from torchscout.cli.main import app
 from torchscout.config import CheckpointConfig, Parallelism, ReplayConfig
-from torchscout.run.folder import read_ends
 from torchscout.run.reader import IncidentLog
 from torchscout.utils.procfs import is_running, open_descriptors
 

@@ -15,8 +15,8 @@ import pytest
 from tests.scenarios.rows import case_id
 from tests.support.checkpoint_jobs import KillPlan, Plan, Result, killed_from_outside, reached, train
 from tests.support.ranks import RankError, run_ranks
+from tests.support.run_dirs import read_ends
 from torchscout.checkpoint import ledger
-from torchscout.run.folder import read_ends
 
 RANKS = 2
 ROOT = Path(__file__).parents[2]

@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 
 from tests.support.ranks import run_ranks
+from tests.support.run_dirs import read_roster
 from torchscout.attach import enable_resiliency
 from torchscout.config import Parallelism
 from torchscout.observer.record.directory import open_record
-from torchscout.run.folder import read_roster
 
 
 def fork_and_go_on(rank: int, run_dir: Path, *, closes: bool) -> tuple[list[str], bool]:

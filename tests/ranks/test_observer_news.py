@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
+from tests.support.run_dirs import read_ends
 from tests.support.small_job import SmallJob, small_job, until
 from torchscout.decision.types import EvidenceRecord, Incident, Resolved
 from torchscout.faults.storage import can_fill_disks, on_a_small_disk
-from torchscout.run.folder import read_ends
 from torchscout.run.reader import Stamped, read
 from torchscout.utils.procfs import is_running
 

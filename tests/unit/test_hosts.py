@@ -63,7 +63,7 @@ def test_a_plan_lists_the_excluded_machines_with_reasons(tmp_path: Path):
 
 
 def test_a_run_directory_lists_what_a_dry_run_would_replace(tmp_path: Path):
-    RankEntry.own(1, tmp_path / "record", 2, device="GPU-1").write(tmp_path)
+    replace(RankEntry.own(1, tmp_path / "record", 2), device="GPU-1").write(tmp_path)
     entry = json.loads((tmp_path / "ranks" / "rank-1.json").read_text())
     recorder = RunWriter(tmp_path, 0)
     recorder.record(replacing(entry["host"]))

@@ -11,8 +11,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from tests.support.run_dirs import read_roster
 from torchscout.report.standing import standing
-from torchscout.run.folder import RankEntry, read_roster
+from torchscout.run.folder import RankEntry
 from torchscout.utils.identity import HOST_VARIABLES, device_name, host_name, is_host_name
 from torchscout.utils.network import interface_of_job
 
@@ -60,7 +61,7 @@ def test_the_roster_has_both_names_and_status_recognizes_its_own_machine(
 ):
     """A shell in which the scheduler's variables are not set is still on this machine."""
     monkeypatch.setenv("SLURMD_NODENAME", "node-7")
-    RankEntry.own(0, tmp_path / "record", 1, device="GPU-1", interface="eth0").write(tmp_path)
+    replace(RankEntry.own(0, tmp_path / "record", 1), device="GPU-1", interface="eth0").write(tmp_path)
     monkeypatch.delenv("SLURMD_NODENAME")
     (entry,) = read_roster(tmp_path)
     assert (entry.host, entry.hostname, entry.is_here) == ("node-7", socket.gethostname(), True)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.run_dirs import read_roster
 from tests.unit.test_record import INCIDENT
 from tests.unit.test_stacks import SIGNAL
 from torchscout.checkpoint import ledger
@@ -18,7 +19,7 @@ from torchscout.checkpoint.storage.owner import Owner
 from torchscout.errors import CheckpointError
 from torchscout.observer import monitor, stacks
 from torchscout.observer.record import directory
-from torchscout.run.folder import RankEntry, read_roster
+from torchscout.run.folder import RankEntry
 from torchscout.run.writer import RunWriter
 
 

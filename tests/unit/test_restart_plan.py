@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -68,13 +69,10 @@ WRONG = {
     "an unknown failure": {**GOOD, "failure": "tired"},
     "machines in no list": {**GOOD, "excluded": "node-1"},
     "a machine without a name": {**GOOD, "excluded": [7]},
-    "a long text": {**GOOD, "sentence": "a" * 2000},
-    "a long history": {**GOOD, "restarts": [RESTART] * 65},
     "a restart that is none": {**GOOD, "restarts": [[]]},
     "a restart that continues": {**GOOD, "restarts": [{**RESTART, "action": "continue"}]},
-    "a negative step": {**GOOD, "restarts": [{**RESTART, "step": -1}]},
-    "a negative time": {**GOOD, "restarts": [{**RESTART, "seconds": -1.0}]},
     "an unknown scope": {**GOOD, "restarts": [{**RESTART, "scope": "galaxy"}]},
+    "a time that is no number": {**GOOD, "restarts": [{**RESTART, "seconds": math.nan}]},
     "half a step": {**GOOD, "restarts": [{**RESTART, "step": 1.5}]},
     "a rank that is no number": {**GOOD, "restarts": [{**RESTART, "ranks": ["x"]}]},
     "a machine of a restart without a name": {**GOOD, "restarts": [{**RESTART, "hosts": [{}]}]},

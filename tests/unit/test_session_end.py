@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.run_dirs import read_ends
 from tests.unit.test_incidents import job
 from tests.unit.test_record import INCIDENT
-from torchscout.run.folder import End, RankEntry, read_ends
+from torchscout.run.folder import End, RankEntry
 from torchscout.session.boundary import Boundary
 from torchscout.session.ending import closing_line
 from torchscout.session.incidents import Incidents

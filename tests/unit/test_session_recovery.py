@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.run_dirs import read_ends
 from tests.support.small_job import until
 from tests.unit.test_policy import ALL, HANG, SDC, decided
 from torchscout.communicators import Job
@@ -16,7 +17,7 @@ from torchscout.config import RecoveryConfig
 from torchscout.decision.types import Action, Decision, Failure, Incident, from_json
 from torchscout.mesh import Mesh
 from torchscout.run import restart
-from torchscout.run.folder import End, Identity, RankEntry, read_end
+from torchscout.run.folder import End, Identity, RankEntry
 from torchscout.run.reader import IncidentLog
 from torchscout.run.restart import RestartPlan
 from torchscout.session import recovery
@@ -80,7 +81,7 @@ def test_a_worker_records_that_it_leaves_on_purpose(tmp_path: Path):
     session = worker(tmp_path, rank=2)
     session.entry = RankEntry.own(2, tmp_path / "record")
     ended: list[End | None] = []
-    session.exit = lambda _: ended.append(read_end(tmp_path / "run", 2))
+    session.exit = lambda _: ended.append(read_ends(tmp_path / "run").get(2))
     session.handle(SDC)
     assert ended == [End(2, "interrupted", SDC.step, str(tmp_path / "record"), decided(SDC).sentence)]
 

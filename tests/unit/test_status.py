@@ -19,10 +19,11 @@ import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
+from tests.support.run_dirs import read_roster
 from tests.unit.test_record import INCIDENT
 from torchscout.cli.main import app
 from torchscout.decision.types import Action, Decision, Failure, Incident, Manifestation, Resolved
-from torchscout.run.folder import REPLAY_FILE, End, Heartbeat, How, RankEntry, read_roster
+from torchscout.run.folder import REPLAY_FILE, End, Heartbeat, How, RankEntry
 from torchscout.run.writer import RunWriter
 from torchscout.session.ending import add_run, mark_recovered
 

@@ -9,7 +9,6 @@ import threading
 import time
 from dataclasses import replace
 from datetime import datetime
-from typing import Any
 
 import pytest
 
@@ -17,6 +16,7 @@ from tests.support.http_server import Received, http_server
 from tests.support.small_job import until
 from tests.unit.test_record import INCIDENT, RESOLVED
 from torchscout.decision.types import Incident, Resolved
+from torchscout.run import notify
 from torchscout.run.folder import Identity
 from torchscout.run.notify import Poster, Webhook, message_about
 
@@ -28,11 +28,16 @@ def lines_of(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [each.getMessage() for each in caplog.records if each.levelno >= logging.WARNING]
 
 
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(notify, "_BACKOFF_SECONDS", 0.01)
+
+
 RUN = Identity("/runs/7", "start", job="llama", launcher="Slurm job 4711")
 
 
-def post(received: Received, *items: Incident | Resolved, **settings: Any) -> None:
-    poster = Poster(Webhook(received.url + SECRET, **settings), RUN)
+def post(received: Received, *items: Incident | Resolved) -> None:
+    poster = Poster(Webhook(received.url + SECRET), RUN)
     for each in items or (INCIDENT,):
         poster.post(each)
     poster.close(30)
@@ -110,17 +115,17 @@ def test_when_too_many_wait_further_ones_are_dropped_with_one_line(caplog: pytes
 
 def test_server_errors_are_retried():
     with http_server(lambda number: 503 if number < 3 else 200) as received:
-        post(received, backoff_seconds=0.01)
+        post(received)
     assert len(received.paths) == 3
     assert len({*received.bodies}) == 1
 
 
 def test_what_cannot_be_posted_is_given_up_with_one_line(caplog: pytest.LogCaptureFixture):
     with http_server(lambda _: 500) as received:
-        post(received, INCIDENT, INCIDENT, attempts=3, backoff_seconds=0.01)
-    assert len(received.paths) == 6
+        post(received, INCIDENT, INCIDENT)
+    assert len(received.paths) == 12
     (line,) = lines_of(caplog)
-    for fact in (received.url, "3 attempts", "500"):
+    for fact in (received.url, "6 attempts", "500"):
         assert fact in line
     assert "secret" not in caplog.text
 
@@ -145,9 +150,9 @@ def test_no_redirect_is_followed(target: str):
 def test_a_server_that_is_gone_is_one_line_without_the_path(caplog: pytest.LogCaptureFixture):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         gone = Received(taken.getsockname()[1])
-    post(gone, attempts=2, backoff_seconds=0.01)
+    post(gone)
     (line,) = lines_of(caplog)
-    for fact in (gone.url, "2 attempts", "Connection refused"):
+    for fact in (gone.url, "6 attempts", "Connection refused"):
         assert fact in line
     assert "secret" not in caplog.text
 

@@ -46,7 +46,7 @@ from torchscout.observer.rounds.reported_incidents import Finding
 from torchscout.observer.silence import SilenceDetector
 from torchscout.observer.spec import ObserverSpec, mesh_from, relay_ranks
 from torchscout.observer.trainer import Ending, TrainerView
-from torchscout.run.folder import HEARTBEAT_SECONDS, End, Heartbeat
+from torchscout.run.folder import HEARTBEAT_SECONDS, End, Heartbeat, read_end
 from torchscout.run.notify import Poster, line_about, show
 from torchscout.run.writer import RunWriter, line_of
 from torchscout.utils import child_process
@@ -436,7 +436,7 @@ class ObserverProcess:
         how, why = self._trainer.how(ending), self._trainer.ended_by()
         end = End(self._spec.rank, how, step, self._spec.record, why)
         try:
-            if not end.is_written(self._spec.run_dir):
+            if read_end(self._spec.run_dir, end.rank, end.record) is None:
                 end.write(self._spec.run_dir)
         except OSError as error:
             _log_error(error)

@@ -269,8 +269,7 @@ class TrainerView:
         return f"{status} ({why})" if status and why else status or why
 
     def _own_end(self) -> End | None:
-        end = None if self._run_dir is None else read_end(self._run_dir, self.rank)
-        return end if end is not None and end.record == self._record else None
+        return None if self._run_dir is None else read_end(self._run_dir, self.rank, self._record)
 
     def _was_terminated(self) -> bool:
         """Return whether it recorded that SIGTERM ends it; see ``session.session``."""

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from torchscout.decision.types import Agreements, EvidenceRecord, Manifestation
-from torchscout.run.reader import Run, record_files
+from torchscout.run.folder import RECORDS_FOLDER
+from torchscout.run.reader import Run, line_files
 
 __all__ = ["Compared", "Comparisons", "NotChecked", "Round", "Series", "Target"]
 
@@ -95,7 +96,7 @@ class Comparisons:
         """Read the records of all ranks, which takes long in a large job; problems are noted in ``run``."""
         found = cls()
         try:
-            files = record_files(run.run_dir)
+            files = line_files(run.run_dir / RECORDS_FOLDER)
         except OSError as error:
             run.note(error)
             return found

@@ -17,7 +17,7 @@ from typing import Any
 from torchscout.report.comparisons import Comparisons
 from torchscout.report.document import document_of
 from torchscout.report.standing import job_state, overview
-from torchscout.run.folder import HISTORY_FILE, INCIDENTS_FOLDER, RECORDS_FOLDER
+from torchscout.run.folder import HISTORY_FILE, INCIDENTS_FOLDER, RANKS_FOLDER, RECORDS_FOLDER, End
 from torchscout.run.reader import Run
 
 __all__ = ["LiveRun"]
@@ -33,7 +33,7 @@ class LiveRun:
 
     def __init__(self, run_dir: Path) -> None:
         self.run_dir = run_dir
-        self._ranks = _Part(run_dir, Run.read_ranks, "ranks", "ends")
+        self._ranks = _Part(run_dir, Run.read_ranks, RANKS_FOLDER, End.folder)
         self._events = _Part(run_dir, Run.read_events, INCIDENTS_FOLDER, HISTORY_FILE, in_background=False)
         self._records = _Part(run_dir, Comparisons.read, RECORDS_FOLDER)
         self._lock = threading.Lock()

@@ -14,8 +14,8 @@ from torchscout.errors import TornRecordError
 from torchscout.observer.record.directory import ProcessIdentity
 from torchscout.observer.record.reader import ProgressReader
 from torchscout.report.document import incident_document
-from torchscout.run.folder import End, RankEntry
-from torchscout.run.reader import LastHeartbeat, Run, is_run, read_run
+from torchscout.run.folder import End, Heartbeat, RankEntry
+from torchscout.run.reader import Run, is_run, read_run
 from torchscout.utils.procfs import boot_id
 from torchscout.utils.text import named, ranks_in_words, spans
 
@@ -75,7 +75,7 @@ def _sentence(
     state: str,
     ranks: Sequence[Mapping[str, Any]],
     run: Run,
-    last: LastHeartbeat | None,
+    last: Heartbeat | None,
     missing: Sequence[int],
 ) -> str:
     """The first line of the screen."""
@@ -97,11 +97,11 @@ def _sentence(
     return "; ".join(parts)
 
 
-def _moment(last: LastHeartbeat) -> str:
+def _moment(last: Heartbeat) -> str:
     return f"{datetime.fromtimestamp(last.time).astimezone():%Y-%m-%d %H:%M:%S %z}, step {last.step}"
 
 
-def standing(entry: RankEntry, end: End | None = None, last: LastHeartbeat | None = None) -> dict[str, Any]:
+def standing(entry: RankEntry, end: End | None = None, last: Heartbeat | None = None) -> dict[str, Any]:
     """The state of one rank, as far as it is visible from this machine; ``end`` is that of its session."""
     line: dict[str, Any] = {name: getattr(entry, name) for name in ("rank", "host", "pid", "interface")}
     line |= {"device_name": entry.device, "is_here": entry.is_here}

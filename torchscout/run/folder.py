@@ -21,10 +21,12 @@ import json
 import os
 import secrets
 import socket
-from collections.abc import Iterator
+import time
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import ClassVar, Literal, TypeVar
 
 from torchscout.decision.types import Incident, parsed
 from torchscout.utils import procfs
@@ -35,6 +37,7 @@ __all__ = [
     "HEARTBEAT_SECONDS",
     "HISTORY_FILE",
     "INCIDENTS_FOLDER",
+    "RANKS_FOLDER",
     "RECORDS_FOLDER",
     "REPLAY_FILE",
     "RUNS_FILE",
@@ -43,21 +46,23 @@ __all__ = [
     "How",
     "Identity",
     "RankEntry",
+    "are_possible",
+    "read_all",
     "read_end",
-    "read_ends",
     "read_heartbeat",
-    "read_roster",
-    "read_roster_entries",
 ]
 
-INCIDENTS_FOLDER, RECORDS_FOLDER = "incidents", "records"
+RANKS_FOLDER, INCIDENTS_FOLDER, RECORDS_FOLDER = "ranks", "incidents", "records"
 HISTORY_FILE, REPLAY_FILE = "history.jsonl", "replay.json"
 RUNS_FILE = "runs.jsonl"
 """In the folder of the checkpoints: the run directories of the runs that have used it."""
 HEARTBEAT_SECONDS = 30.0
+_MOST_INTERVALS = 3
+"""A heartbeat that is as many intervals old says nothing any more."""
 _HEARTBEAT = "heartbeat.json"
-_RANKS, _ENDS = "ranks", "ends"
 _SESSION = "session-"
+_MOST_RANKS = 1 << 20
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,11 +84,6 @@ class Identity:
         return replace(incident, launcher=self.launcher, occurrence=f"{self.start}{occurrence}")
 
     @property
-    def in_words(self) -> str:
-        """``job llama, Slurm job 4711``; empty if nothing is known."""
-        return ", ".join(filter(None, (self.job and f"job {self.job}", self.launcher)))
-
-    @property
     def command(self) -> str:
         """Shows more."""
         return f"scout status {self.run_dir}"
@@ -93,6 +93,7 @@ class Identity:
 class RankEntry:
     """Where one rank runs."""
 
+    folder: ClassVar[str] = RANKS_FOLDER
     rank: int
     host: str
     pid: int
@@ -114,22 +115,21 @@ class RankEntry:
     launcher: str = ""
     """See ``identity.launcher_job``."""
 
+    def __post_init__(self) -> None:
+        if not are_possible(self.rank, self.size, *self.address):
+            raise ValueError(f"no job has rank {self.rank} of {self.size} at {self.address}")
+
     @classmethod
-    def own(
-        cls,
-        rank: int,
-        record: Path | None,
-        size: int = 0,
-        address: tuple[int, ...] = (),
-        device: str = "",
-        interface: str = "",
-    ) -> RankEntry:
+    def own(cls, rank: int, record: Path | None, size: int = 0) -> RankEntry:
         """Return the entry of this process; ``record`` is None without an observer."""
         name = f"{_SESSION}{secrets.token_hex(16)}" if record is None else str(record)
-        stat, hostname = procfs.process_stat(os.getpid()), socket.gethostname()
-        started = 0 if stat is None else stat.started
-        facts = host_name(), os.getpid(), name, size, started, address, hostname, device, interface
-        return cls(rank, *facts, launcher_job())
+        stat = procfs.process_stat(os.getpid())
+        return cls(
+            *(rank, host_name(), os.getpid(), name, size),
+            started=0 if stat is None else stat.started,
+            hostname=socket.gethostname(),
+            launcher=launcher_job(),
+        )
 
     @property
     def is_here(self) -> bool:
@@ -141,36 +141,12 @@ class RankEntry:
         return self.record.startswith(_SESSION)
 
     def write(self, run_dir: Path) -> None:
-        _write(run_dir / _RANKS, self.rank, asdict(self))
+        _write_rank(self, run_dir)
 
 
-def read_roster(run_dir: Path) -> list[RankEntry]:
-    """Return every rank's entry, by rank; raises ``ValueError`` for a file that is not an entry."""
-    return sorted((_read_entry(path) for path in _files(run_dir / _RANKS)), key=lambda entry: entry.rank)
-
-
-def read_roster_entries(run_dir: Path) -> Iterator[RankEntry | ValueError]:
-    """Yield the entries in any order; for a file that is not an entry, the error."""
-    return map(_entry_or_error, _files(run_dir / _RANKS))
-
-
-def _entry_or_error(path: Path) -> RankEntry | ValueError:
-    try:
-        return _read_entry(path)
-    except ValueError as error:
-        return error
-
-
-def _read_entry(path: Path) -> RankEntry:
-    try:
-        entry: RankEntry = parsed(RankEntry, json.loads(path.read_text()))
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not a rank's entry: {error}") from error
-    if "\0" in entry.record:
-        raise ValueError(f"{path} is not a rank's entry: it names {entry.record!r:.80}")
-    return entry
+def are_possible(*ranks: int) -> bool:
+    """Return whether a job may have these ranks: what is shown grows with the largest one."""
+    return all(0 <= rank < _MOST_RANKS for rank in ranks)
 
 
 How = Literal["finished", "interrupted", "failed", "killed"]
@@ -182,6 +158,7 @@ How = Literal["finished", "interrupted", "failed", "killed"]
 class End:
     """How one rank's session ended."""
 
+    folder: ClassVar[str] = "ends"
     rank: int
     how: How
     step: int
@@ -193,31 +170,32 @@ class End:
 
     def write(self, run_dir: Path) -> None:
         """Raises ``OSError`` if it cannot be written."""
-        _write(run_dir / _ENDS, self.rank, asdict(self))
-
-    def is_written(self, run_dir: Path) -> bool:
-        """Return whether an end of the same session is written."""
-        end = read_end(run_dir, self.rank)
-        return end is not None and end.record == self.record
+        _write_rank(self, run_dir)
 
 
-def read_end(run_dir: Path, rank: int) -> End | None:
-    """Return a rank's end; None if there is none that can be read."""
-    return _read_end(_path(run_dir / _ENDS, rank))
+OfRank = TypeVar("OfRank", RankEntry, End)
 
 
-def read_ends(run_dir: Path) -> dict[int, End]:
-    """Return the ends by rank; files that are not an end are left out."""
-    found = map(_read_end, _files(run_dir / _ENDS))
-    return {each.rank: each for each in found if each is not None}
+def read_all(kind: type[OfRank], run_dir: Path, note: Callable[[ValueError], object]) -> list[OfRank]:
+    """Return the entries or ends of all ranks, by rank. A file that is none is left out, and ``note`` called.
+    Raises ``OSError`` for a folder that cannot be read."""
+    folder, found = run_dir / kind.folder, list[OfRank]()
+    # Not ``glob``, which hides a folder that may not be read.
+    for path in folder.iterdir() if folder.is_dir() else ():
+        if path.match("rank-*.json"):
+            try:
+                found.append(_read(kind, path))
+            except ValueError as error:
+                note(error)
+    return sorted(found, key=lambda each: each.rank)
 
 
-def _read_end(path: Path) -> End | None:
-    try:
-        end: End = parsed(End, json.loads(path.read_text()))
-    except (OSError, ValueError, RecursionError):
-        return None
-    return end
+def read_end(run_dir: Path, rank: int, record: str) -> End | None:
+    """Return the end of this session of a rank; None if there is none that can be read."""
+    with suppress(ValueError):
+        end = _read(End, _path(End, run_dir, rank))
+        return end if end.record == record else None
+    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,30 +208,43 @@ class Heartbeat:
     step: int
     interval: float
     """Seconds until the next one."""
+    time: float = 0.0
+    """When it was written: the time of the file."""
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether the next one is not overdue. The time of the file is compared with the clock of this
+        machine: where they differ very much, a heartbeat is not fresh."""
+        return abs(time.time() - self.time) < _MOST_INTERVALS * self.interval
 
     def write(self, run_dir: Path) -> None:
         """Raises ``OSError`` if it cannot be written, also if somebody has removed the folder."""
-        replace_text(run_dir / _HEARTBEAT, json.dumps(asdict(self)) + "\n")
+        document = asdict(self)
+        del document["time"]
+        replace_text(run_dir / _HEARTBEAT, json.dumps(document) + "\n")
 
 
-def read_heartbeat(run_dir: Path) -> tuple[Heartbeat, float] | None:
-    """Return the last heartbeat with the time at which it was written; None if none can be read."""
+def read_heartbeat(run_dir: Path) -> Heartbeat | None:
+    """Return the last heartbeat; None if none can be read."""
+    path = run_dir / _HEARTBEAT
+    with suppress(OSError, ValueError):
+        return replace(_read(Heartbeat, path), time=path.stat().st_mtime)
+    return None
+
+
+def _path(kind: type[RankEntry | End], run_dir: Path, rank: int) -> Path:
+    return run_dir / kind.folder / f"rank-{rank}.json"
+
+
+def _write_rank(item: RankEntry | End, run_dir: Path) -> None:
+    path = _path(type(item), run_dir, item.rank)
+    make_folders(path.parent)
+    replace_text(path, json.dumps(asdict(item)) + "\n")
+
+
+def _read(kind: type[Item], path: Path) -> Item:
     try:
-        with (run_dir / _HEARTBEAT).open() as file:
-            return parsed(Heartbeat, json.load(file)), os.fstat(file.fileno()).st_mtime
-    except (OSError, ValueError, RecursionError):
-        return None
-
-
-def _path(folder: Path, rank: int) -> Path:
-    return folder / f"rank-{rank}.json"
-
-
-def _write(folder: Path, rank: int, document: dict[str, Any]) -> None:
-    make_folders(folder)
-    replace_text(_path(folder, rank), json.dumps(document) + "\n")
-
-
-def _files(folder: Path) -> list[Path]:
-    # Not ``glob``, which hides a folder that may not be read.
-    return [path for path in folder.iterdir() if path.match("rank-*.json")] if folder.is_dir() else []
+        found: Item = parsed(kind, json.loads(path.read_text()))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
+    return found

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from http.client import HTTPException
 from typing import Any
@@ -33,7 +33,10 @@ _MOST_RANKS = 256
 _MOST_CHARACTERS = 3000
 _TEMPORARY = {408, 425, 429}
 """HTTP errors besides 5xx after which a request is repeated."""
-_LONGEST_PAUSE_SECONDS = 60.0
+_ATTEMPTS = 6
+_BACKOFF_SECONDS = 0.25
+"""The pause after the first attempt; it doubles each time."""
+_TIMEOUT_SECONDS = 10.0
 
 
 def line_about(item: Incident | Resolved, run: Identity) -> str:
@@ -44,8 +47,8 @@ def line_about(item: Incident | Resolved, run: Identity) -> str:
         said = f"recovered by going back to step {item.recovered}: {item.sentence}"
     else:
         said = f"resolved after {item.stalled_seconds:.1f} s: {item.sentence}"
-    job = f"{run.in_words}; " if run.in_words else ""
-    return f"{said} ({job}more: {run.command})"
+    job = ", ".join(filter(None, (run.job and f"job {run.job}", run.launcher)))
+    return f"{said} ({job}{'; ' * bool(job)}more: {run.command})"
 
 
 def message_about(item: Incident | Resolved, run: Identity) -> dict[str, Any]:
@@ -91,20 +94,10 @@ class Webhook:
     """Where incidents are posted, each by one process of the job; pass it as ``on_incident``."""
 
     url: str
-    timeout_seconds: float = 10.0
-    attempts: int = 6
-    backoff_seconds: float = 0.25
-    """The pause after the first attempt; it doubles each time."""
 
     def __post_init__(self) -> None:
         """Raises ``ValueError`` for a URL that is not http or https."""
         host_of(self.url)
-        if self.attempts < 1 or self.timeout_seconds <= 0 or self.backoff_seconds < 0:
-            given = f"{self.attempts}, {self.timeout_seconds}, {self.backoff_seconds}"
-            raise ValueError(f"attempts and seconds must be positive, got {given}")
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 class Poster:
@@ -155,31 +148,23 @@ class Poster:
                     self._waiting.task_done()
 
     def _post(self, body: bytes) -> None:
-        problem: str | None = None
-        for attempt in range(1, self._webhook.attempts + 1):
-            problem, is_temporary = self._attempt(body)
-            if problem is None:
-                return
-            pause = min(self._webhook.backoff_seconds * 2 ** (attempt - 1), _LONGEST_PAUSE_SECONDS)
-            is_last = attempt == self._webhook.attempts or not is_temporary
-            if is_last or self._closing.wait(pause):
-                break
-        self._problems.add([f"an incident was not posted after {attempt} attempts: {problem}"])
-
-    def _attempt(self, body: bytes) -> tuple[str | None, bool]:
-        """Return what went wrong, and whether it may go well later."""
         headers = {"Content-Type": "application/json", "User-Agent": "torchscout"}
         request = Request(self._webhook.url, body, headers, method="POST")
-        try:
-            with self._opener.open(request, timeout=self._webhook.timeout_seconds):
-                return None, False
-        except HTTPError as error:
-            error.close()
-            return f"HTTP status {error.code}", error.code >= 500 or error.code in _TEMPORARY
-        except (OSError, HTTPException) as error:
-            reason = getattr(error, "reason", error)
-            detail = reason.strerror if isinstance(reason, OSError) else None
-            return detail or type(reason).__name__, True
+        for attempt in range(1, _ATTEMPTS + 1):
+            is_last = attempt == _ATTEMPTS
+            try:
+                with self._opener.open(request, timeout=_TIMEOUT_SECONDS):
+                    return
+            except HTTPError as error:
+                error.close()
+                problem = f"HTTP status {error.code}"
+                is_last |= error.code < 500 and error.code not in _TEMPORARY
+            except (OSError, HTTPException) as error:
+                reason = getattr(error, "reason", error)
+                problem = getattr(reason, "strerror", None) or type(reason).__name__
+            if is_last or self._closing.wait(_BACKOFF_SECONDS * 2 ** (attempt - 1)):
+                break
+        self._problems.add([f"an incident was not posted after {attempt} attempts: {problem}"])
 
 
 class _NoRedirect(HTTPRedirectHandler):
@@ -210,13 +195,12 @@ def show(line: str, outputs: Sequence[int | str], seconds: float = 1.0) -> None:
 
 
 def _write_to_first(line: str, outputs: Sequence[int | str]) -> None:
+    flags = os.O_WRONLY | os.O_APPEND | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
     for output in outputs:
         with suppress(OSError):
-            if isinstance(output, int):  # a regular file, whose writers share their place in it
-                os.write(output, f"{line}\n".encode())
-                return
-            # Opened anew and closed again: a pipe that is kept open would keep ``torchrun | tee`` alive.
-            file = os.open(output, os.O_WRONLY | os.O_APPEND | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+            # Opened anew and closed again: a pipe that is kept open would keep ``torchrun | tee`` alive. A
+            # descriptor is a regular file, whose writers share their place in it.
+            file = os.dup(output) if isinstance(output, int) else os.open(output, flags)
             try:
                 os.write(file, f"{line}\n".encode())
             finally:

@@ -14,6 +14,7 @@ import json
 import os
 import time
 from collections import deque
+from contextlib import closing
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -86,9 +87,8 @@ def record_one(
     run_dir: Path | str, rank: int, item: Recordable, *, by: Literal["rank", "observer"] = "rank"
 ) -> None:
     """Write one item; raises ``OSError`` if that fails."""
-    writer = RunWriter(run_dir, rank, by=by)
-    writer.record(item)
-    writer.close()
+    with closing(RunWriter(run_dir, rank, by=by)) as writer:
+        writer.record(item)
 
 
 class _LineFile:
@@ -99,18 +99,15 @@ class _LineFile:
         self._file: int | None = None
         self._waiting: deque[bytes] = deque(maxlen=_MOST_WAITING)
 
-    def add(self, line: bytes) -> None:
-        self._waiting.append(line)
-        self._write()
-
     def close(self) -> None:
         try:
-            if self._waiting:
-                self._write()
+            self.add()
         finally:
             self._close()
 
-    def _write(self) -> None:
+    def add(self, *lines: bytes) -> None:
+        """Write these lines, and those that wait."""
+        self._waiting.extend(lines)
         while self._waiting:
             file = self._opened()
             # A line that a full disk or a crash has truncated must not merge with this one.

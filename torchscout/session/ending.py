@@ -71,8 +71,9 @@ def mark_recovered(checkpoints: Path, step: int) -> list[Resolved]:
     this step. Return what was marked."""
     marked = []
     for run_dir in runs_of(checkpoints):
-        for each in IncidentLog.read(run_dir).open_incidents:
-            if each.step > step and each.manifestation is Manifestation.SDC:
+        for reported in IncidentLog.read(run_dir).reported:
+            each, is_open = reported.incident, reported.end is None
+            if is_open and each.step > step and each.manifestation is Manifestation.SDC:
                 end = Resolved(
                     incident=each.id,
                     step=each.step,

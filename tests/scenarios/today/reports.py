@@ -26,6 +26,7 @@ from typer.testing import CliRunner
 
 from tests.scenarios.today import policy
 from tests.support.preflight_jobs import TINY
+from tests.support.run_dirs import read_roster
 from torchscout.cli.main import app
 from torchscout.config import StragglerConfig
 from torchscout.decision.consensus import exact, statistical
@@ -39,7 +40,7 @@ from torchscout.decision.types import (
 )
 from torchscout.preflight.runner import Preflight
 from torchscout.preflight.workload import Workload
-from torchscout.run.folder import End, Heartbeat, RankEntry, read_roster
+from torchscout.run.folder import End, Heartbeat, RankEntry
 from torchscout.run.restart import RestartPlan
 from torchscout.run.writer import RunWriter, record_one
 from torchscout.session.ending import add_run, mark_recovered

@@ -31,8 +31,7 @@ from torchscout.decision.progress import RankReport
 from torchscout.decision.types import EvidenceRecord, Incident
 from torchscout.errors import TornRecordError
 from torchscout.observer.record.reader import ProgressReader
-from torchscout.run.folder import read_roster
-from torchscout.run.reader import Follower, IncidentLog
+from torchscout.run.reader import Follower, IncidentLog, read_run
 
 __all__ = ["judged_warm", "run_ablated_hangs"]
 
@@ -40,7 +39,7 @@ __all__ = ["judged_warm", "run_ablated_hangs"]
 def _statuses(run_dir: Path) -> list[RankReport]:
     """The status of every rank that has a progress record."""
     found = []
-    for entry in read_roster(run_dir):
+    for entry in read_run(run_dir).entries:
         with suppress(FileNotFoundError, TornRecordError):
             reader = ProgressReader(Path(entry.record))
             found.append(RankReport(entry.rank, reader.trainer(), reader.read()))
@@ -67,9 +66,9 @@ class _Judge:
         self._incidents: IncidentLog | None = None
 
     def judge(self, slot: Slot, answers: Sequence[WarmRankResult], run_dir: Path) -> Mapping[str, str]:
-        self._incidents = self._incidents or IncidentLog(run_dir, strict=True)
+        self._incidents = self._incidents or IncidentLog(run_dir)
         for rank in range(len(answers)):
-            self._records.setdefault(rank, Follower(run_dir / "records" / f"rank-{rank}.jsonl", strict=True))
+            self._records.setdefault(rank, Follower(run_dir / "records" / f"rank-{rank}.jsonl"))
         written = {rank: list(file.fresh()) for rank, file in self._records.items()}
         items = [line.item for lines in written.values() for line in lines]
         reported = [line.item for line in self._incidents.new()]

@@ -79,7 +79,7 @@ def run_loop(cells: Sequence[Cell], folder: Path) -> Generator[Result, None, Non
 
 
 def _run(cell: Cell, place: Path, bits: str) -> Result:
-    begin, reports = time.monotonic(), IncidentLog(place / "run", strict=True)
+    begin, reports = time.monotonic(), IncidentLog(place / "run")
     (place / "firings").mkdir(parents=True)
     (place / FAULTS).write_bytes(pickle.dumps(cell.faults))
     hosts = [f"node-{number}" for number in range(_AGENTS + (cell.row in ("standby", "loop-clean")))]

@@ -160,7 +160,7 @@ def _profile(rank: int, layout: JobLayout, catalog: Path) -> None:  # noqa: ARG0
 def run_job(cell: Cell, place: Path, job: Job, turns: Turns) -> Result:
     """Run one cell; ``turns`` are those of the job's catalog."""
     shutil.rmtree(place, ignore_errors=True)  # left by an interrupted run
-    begin, layout, reports = time.monotonic(), cell.place, IncidentLog(place, strict=True)
+    begin, layout, reports = time.monotonic(), cell.place, IncidentLog(place)
     answers, failures = list[MoeRankResult](), list[str]()
     args = (train, layout.ranks, layout, cell.faults, place, cell.seed, job)
     try:

@@ -223,7 +223,7 @@ def observe(
     look: _Look | None = None,
 ) -> Seen:
     """Run the cell's job; setting ``stop`` ends it early."""
-    begin, reports, found = time.monotonic(), IncidentLog(run_dir, strict=True), list[Stamped]()
+    begin, reports, found = time.monotonic(), IncidentLog(run_dir), list[Stamped]()
     answers, failures = list[ObservedRankResult](), list[str]()
     try:
         ranks = retried(lambda: _started(cell, run_dir, body))

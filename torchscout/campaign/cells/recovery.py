@@ -113,7 +113,7 @@ def run_recovery(cells: Sequence[Cell], folder: Path) -> Generator[Result, None,
 
 
 def _run(cell: Cell, place: Path) -> Result:
-    begin, reports, layout = time.monotonic(), IncidentLog(place, strict=True), cell.place
+    begin, reports, layout = time.monotonic(), IncidentLog(place), cell.place
     runs: list[list[RecoveryRankResult]] = []
     failures: list[str] = []
     try:

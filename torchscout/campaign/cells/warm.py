@@ -222,7 +222,7 @@ def _run(
 ) -> Generator[Result, None, None]:
     """Run cells until all are done, or the ranks cannot be used for the next one."""
     slots, layout = scheduled(cells, TINY.layers), cells[0].place
-    reports, begin = IncidentLog(run_dir, strict=True), time.monotonic()
+    reports, begin = IncidentLog(run_dir), time.monotonic()
     try:
         started = retried(lambda: _started(body, layout, planned(slots), run_dir, seed))
     except RankError as error:

@@ -101,7 +101,7 @@ class Narration:
     """Follows the files of the run directory, and shows what happens."""
 
     def __init__(self, run_dir: Path, view: View) -> None:
-        self.log = IncidentLog(run_dir, strict=True)
+        self.log = IncidentLog(run_dir)
         self.attempts: list[Attempt] = []
         self._view, self._path, self._position = view, run_dir / PROGRESS, 0
         self._decisions = 0
