@@ -105,10 +105,16 @@ def not_finite_with_torch(tensors: Sequence[Tensor]) -> Tensor:
     flags = torch.zeros(len(tensors), dtype=torch.int64, device=tensors[0].device)
     asked = [place for place, each in enumerate(tensors) if each.dtype in EXPONENTS and each.numel()]
     if asked:
-        # The smallest and the largest element: NaN if there is any.
-        ends = [end for place in asked for end in torch.aminmax(tensors[place].detach())]
+        ends = [end for place in asked for end in _ends(tensors[place].detach())]
         flags[asked] = (~torch.stack(ends).isfinite()).view(-1, 2).any(1).to(torch.int64)
     return flags
+
+
+def _ends(tensor: Tensor) -> Sequence[Tensor]:
+    """Return the smallest and the largest element: NaN if there is any."""
+    if tensor.numel() == 1:  # an optimizer has a number of steps for each parameter
+        return [tensor.reshape(())] * 2
+    return torch.aminmax(tensor)
 
 
 def avalanche(word: int) -> int:
