@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
+import threading
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +18,7 @@ from torchscout.run.writer import record_one
 from torchscout.utils.private_files import open_file
 from torchscout.utils.text import listed
 
-__all__ = ["add_run", "closing_line", "how_ended", "mark_recovered", "why_ended"]
+__all__ = ["add_run", "closing_line", "failure", "how_ended", "mark_recovered", "why_ended"]
 
 _INTERRUPTED = {128 + number for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)}
 
@@ -37,6 +39,23 @@ def why_ended(error: BaseException | None) -> str:
     """Return the exception in words; empty if the program has finished."""
     words = "" if how_ended(error) == "finished" else f"{type(error).__name__}: {error}"
     return words.removesuffix(": ")
+
+
+def failure(tolerated: BaseException | None) -> BaseException | None:
+    """Return the exception that is ending the program, if there is one; called from any thread.
+
+    It has reached the interpreter, or the main thread is still cleaning up after it, which may block.
+    ``tolerated`` is an exception that the program was already handling while it trained. Of those that it
+    handles, only a ``RuntimeError`` counts, which is what communication and devices raise: a ``KeyError`` or
+    a timeout is often handled by going on.
+    """
+    error = getattr(sys, "last_value", None)
+    if error is None:
+        handled: object = sys._current_exceptions().get(threading.main_thread().ident or 0)
+        error = handled[1] if isinstance(handled, tuple) else handled  # a tuple before Python 3.12
+        if error is tolerated or not isinstance(error, RuntimeError):
+            return None
+    return error if how_ended(error) == "failed" else None
 
 
 def closing_line(

@@ -25,7 +25,7 @@ from torchscout.run.folder import End, How, RankEntry
 from torchscout.run.reader import IncidentLog
 from torchscout.run.writer import record_one
 from torchscout.session.boundary import Boundary
-from torchscout.session.ending import closing_line, how_ended, mark_recovered, why_ended
+from torchscout.session.ending import closing_line, failure, how_ended, mark_recovered, why_ended
 from torchscout.session.incidents import Incidents
 from torchscout.session.recovery import Recovery
 from torchscout.session.replay.recovery import RecoveringReplay
@@ -124,6 +124,8 @@ class Session:
         """Acquired once, by the thread that records how the session ended."""
         self._has_ended = threading.Event()
         self._handled = sys.exc_info()[1]  # the program may already be in an ``except`` block
+        self._tolerated = self._handled
+        """What it was handling at the last step: it trains on in spite of that."""
         atexit.register(self._at_exit)
         self._restore_sigterm: Callable[[], None] = lambda: None
         if parts.entry is not None:
@@ -320,6 +322,7 @@ class Session:
             log.warning("%s", _IN_GRAPH)
             return
         self._boundary.step += 1
+        self._tolerated = sys.exc_info()[1]
         if self._monitor is not None:
             self._monitor.publisher.step_finished(self.step)
         if self._replay is not None:
@@ -376,10 +379,8 @@ class Session:
         error = getattr(sys, "last_value", None)
 
         def last() -> None:
-            if self._monitor is not None and how_ended(error) == "failed":
-                if self._recovery is not None:
-                    self._guarded(self._recovery.fails)
-                self._monitor.writer.failing()
+            if how_ended(error) == "failed":
+                self._announce_failure()
             if error is not None:
                 self._guarded(self._wait_for_verdict)
             if self._checkpoints is not None:
@@ -394,16 +395,26 @@ class Session:
     def _terminated(self) -> None:
         """Called in a thread when SIGTERM arrives, before it ends the process; training continues meanwhile.
 
-        Records first how the job ended: it may be killed while checkpoints are written.
+        Records first how the job ended: it may be killed while checkpoints are written. An exception may be
+        ending the program already, because of which the launcher ends all ranks.
         """
-        checkpoints = self._checkpoints
+        checkpoints, error = self._checkpoints, failure(self._tolerated)
 
         def last() -> None:
+            if error is not None:
+                self._announce_failure()
             if checkpoints is not None:
                 self._guarded(checkpoints.flush)
             self._wait_for_verdict()
 
-        self._end("interrupted", "SIGTERM", self.certified_step, last=last)
+        why = "SIGTERM" if error is None else why_ended(error)
+        self._end("interrupted" if error is None else "failed", why, self.certified_step, last=last)
+
+    def _announce_failure(self) -> None:
+        if self._monitor is not None:
+            if self._recovery is not None:
+                self._guarded(self._recovery.fails)
+            self._monitor.writer.failing()
 
     def _wait_for_verdict(self) -> None:
         """Wait shortly if the observers are about to say why the job ends."""
