@@ -62,6 +62,12 @@ def test_the_last_line_of_a_rank_that_was_not_watched_to_the_end_says_so():
     assert "not watched" not in closing_line("finished", 40, [], None)
 
 
+def test_the_last_line_of_a_rank_that_ends_before_a_diagnosis_says_so():
+    line = closing_line("failed", 40, [], None, is_verdict_due=True)
+    assert "no incidents" not in line
+    assert "a diagnosis is under way" in line
+
+
 ENDS = [
     (RuntimeError("two\nlines"), "failed", "RuntimeError: two"),
     (KeyboardInterrupt(), "interrupted", "KeyboardInterrupt"),

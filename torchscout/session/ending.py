@@ -66,6 +66,7 @@ def closing_line(
     why: str = "",
     *,
     is_unwatched: bool = False,
+    is_verdict_due: bool = False,
 ) -> str:
     """The last line of a rank's log."""
     counts = Counter(each.manifestation.value for each in incidents)
@@ -73,9 +74,12 @@ def closing_line(
     by = f" by {why}" if why else ""
     checked = "" if certified is None else f"; certified up to step {certified}"
     known = f"incidents: {found}" if found else "no incidents"
-    if is_unwatched:
+    if is_unwatched or is_verdict_due:
         known = f"{known}, perhaps more" if found else "incidents are not known"
-        known = f"{known}, because this rank was not watched for hangs to the end"
+        doubt = (
+            "this rank was not watched for hangs to the end" if is_unwatched else "a diagnosis is under way"
+        )
+        known = f"{known}, because {doubt}"
     return f"{how} after step {step}{by}; {known}{checked}"
 
 

@@ -78,8 +78,9 @@ _IN_GRAPH = (
     "the optimizer's step is part of a CUDA graph, so that steps cannot be counted and nothing is checked; "
     "capture the passes and call optimizer.step() after each replay"
 )
-_VERDICT_SECONDS = 3.0
-"""How long a rank that fails or is ended waits for the observers: its launcher may end them, too."""
+_VERDICT_SECONDS = 5.0
+"""How long a rank that fails or is ended waits for the observers: its launcher may end them, too. They ask an
+observer that does not answer again after 3 s."""
 _POLL_SECONDS = 0.05
 _ANNOUNCEMENT_SECONDS = 0.5
 """How long it takes until the observers of all ranks know of a round."""
@@ -123,6 +124,8 @@ class Session:
         self._end_once = threading.Lock()
         """Acquired once, by the thread that records how the session ended."""
         self._has_ended = threading.Event()
+        self._is_verdict_due = False
+        """Whether it ends before the observers have said why."""
         self._handled = sys.exc_info()[1]  # the program may already be in an ``except`` block
         self._tolerated = self._handled
         """What it was handling at the last step: it trains on in spite of that."""
@@ -425,6 +428,7 @@ class Session:
                 return
             was_due |= is_due
             time.sleep(_POLL_SECONDS)
+        self._is_verdict_due = was_due
 
     def _end(
         self,
@@ -459,7 +463,8 @@ class Session:
         is_unwatched = self._monitor is not None and self._monitor.is_lost
         if self.rank == 0 or how == "failed" or is_unwatched:
             is_quiet = how in ("finished", "ended") and not incidents and not is_unwatched
-            line = closing_line(how, self.step, incidents, certified, why, is_unwatched=is_unwatched)
+            doubts = {"is_unwatched": is_unwatched, "is_verdict_due": self._is_verdict_due}
+            line = closing_line(how, self.step, incidents, certified, why, **doubts)
             log.log(logging.INFO if is_quiet else logging.WARNING, "%s", line)
 
     def _manager(self) -> CheckpointManager:
