@@ -17,6 +17,7 @@ import pytest
 from tests.support.dying_job import EXCEPTION, STEP, VICTIM
 from tests.support.http_server import http_server
 from tests.support.small_job import until
+from torchscout.decision.types import Manifestation
 from torchscout.report.document import documented
 from torchscout.run.reader import read_run
 
@@ -133,6 +134,21 @@ def seen_everywhere(death: Death, tmp_path: Path, **variables: str) -> None:
     assert (shown["id"], shown["launcher"]) == (incident.id, "torchrun night-7")
     (page,) = documented(tmp_path / "run")["incidents"]
     assert (page["sentence"], page["launcher"]) == (incident.sentence, "torchrun night-7")
+
+
+@pytest.mark.long
+def test_a_rank_that_is_killed_with_its_observer_is_reported_by_the_others(tmp_path: Path):
+    with http_server() as received:
+        done = launched("container", received.url, tmp_path)
+    assert (tmp_path / "run" / "fired").read_text() == "container"
+    (reported,) = read_run(tmp_path / "run").incidents
+    incident = reported.incident
+    assert VICTIM in incident.ranks
+    assert incident.manifestation is Manifestation.CRASH, incident.sentence
+    assert f"rank {VICTIM} did not answer" in incident.sentence.lower()
+    assert incident.sentence in done.stdout
+    assert "no incidents" not in done.stdout
+    assert [json.loads(each)["id"] for each in received.bodies] == [incident.id]
 
 
 @pytest.mark.long

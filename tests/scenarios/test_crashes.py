@@ -245,6 +245,79 @@ ROWS = [
         given=replicas().work("forward", *EVERYBODY).end("failed", *EVERYBODY).ask(0.5),
         must_come=[crash(EVERYBODY, "job", "restart")],
     ),
+    Row(
+        "all ranks are killed within half a second, and of one nobody knows how it ended",
+        given=replicas()
+        .work("forward", *EVERYBODY)
+        .end("killed", 1)
+        .seconds(0.2)
+        .end("killed", 0)
+        .end("unknown", 3)
+        .seconds(0.3)
+        .end("killed", 2)
+        .ask(0.1),
+        must_come=[crash(EVERYBODY, "job", "restart")],
+    ),
+    Row(
+        "all ranks are killed within half a second, two of them while they wait for the others",
+        given=replicas()
+        .enter("world", 0, 1)
+        .work("forward", 2, 3)
+        .end("killed", 0)
+        .seconds(0.2)
+        .end("killed", 1, 2)
+        .seconds(0.2)
+        .end("killed", 3)
+        .ask(0.1),
+        must_come=[crash(EVERYBODY, "job", "restart")],
+    ),
+    Row(
+        "all ranks are killed together, and one of them looks alive while its memory is freed",
+        given=replicas()
+        .work("forward", *EVERYBODY)
+        .end("killed", 0, 1, 2)
+        .ask(0.05)
+        .end("killed", 3)
+        .ask(0.5),
+        must_come=[crash(EVERYBODY, "job", "restart")],
+    ),
+    Row(
+        "both ranks of a machine are killed half a second apart, and a rank elsewhere fails meanwhile",
+        given=replicas()
+        .enter("world", 0, 1)
+        .work("input", 2, 3)
+        .end("killed", 2)
+        .seconds(0.2)
+        .end("failed", 0)
+        .seconds(0.3)
+        .end("killed", 3)
+        .ask(0.1),
+        must_come=on_one_machine(2, 3),
+        never=[0, 1],
+    ),
+    Row(
+        "a rank is killed, and its launcher kills all others 30 s later",
+        given=replicas().enter("world", 0, 2, 3).end("killed", 1).seconds(30).end("killed", 0, 2, 3).ask(0.1),
+        must_come=[crash([1], "rank", "restart")],
+        never=[0, 2, 3],
+    ),
+    Row(
+        "a rank fails with an exception, and a launcher kills all others half a second later",
+        given=replicas()
+        .work("forward", *EVERYBODY)
+        .end("failed", 0)
+        .seconds(0.5)
+        .end("killed", 1, 2, 3)
+        .ask(0.1),
+        must_come=[crash([0], "rank", "restart")],
+        never=[1, 2, 3],
+    ),
+    Row(
+        "a rank is killed, and half a second later others end, nobody knows how",
+        given=waiting_for(1).end("killed", 1).seconds(0.5).end("unknown", 0, 2, 3).ask(0.1),
+        must_come=[crash([1], "rank", "restart")],
+        never=[0, 2, 3],
+    ),
     # The library ends ranks that wait, not the one that they wait for.
     Row(
         "a timeout ends two of the ranks that wait for a late one",

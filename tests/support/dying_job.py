@@ -22,7 +22,7 @@ EXCEPTION = "bad batch 17"
 
 def die(how: str, device: torch.device) -> None:
     match how:
-        case "killed":
+        case "killed" | "container":
             os.kill(os.getpid(), signal.SIGKILL)
         case "aborts":
             os.abort()
@@ -57,6 +57,8 @@ def main() -> None:
         if step == STEP and rank == VICTIM:
             exporter.refresh()
             Path(run_dir, "fired").write_text(how)
+            if how == "container":  # which takes its observer along
+                os.kill(session.status()["observer"]["pid"], signal.SIGKILL)
             die(how, device)
     session.close()
     sys.stdout.flush()

@@ -10,6 +10,7 @@ import tracemalloc
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,11 +22,14 @@ from torchscout.config import ObserverConfig
 from torchscout.decision.consensus import exact
 from torchscout.decision.progress import CommGroup, Phase, Process, Progress, RankReport, Window
 from torchscout.decision.types import EvidenceRecord, Incident, Manifestation, from_json
+from torchscout.observer.record.writer import ProgressWriter
 from torchscout.observer.rounds import hub
+from torchscout.observer.rounds.client import RoundClient
 from torchscout.observer.rounds.hub import CONFIRMING_SECONDS, Gathered, Hub, Outcome
 from torchscout.observer.rounds.post_writer import post_of
 from torchscout.observer.rounds.protocol import LIMIT, Client, Message, Tally, connect, decode, encode
 from torchscout.observer.rounds.reported_incidents import Finding
+from torchscout.observer.trainer import TrainerView
 from torchscout.utils import network
 from torchscout.utils.packed_lists import unpack
 
@@ -342,6 +346,26 @@ def test_a_round_does_not_wait_for_a_missing_stack(board: Board):
     board.now = CONFIG.stack_seconds + 0.3
     board.turn()
     assert board.rounds[0].reports[0].waiting is None
+
+
+def test_the_end_of_a_trainer_during_a_round_does_not_make_that_round_a_repeated_one(
+    board: Board, tmp_path: Path
+):
+    board.join(0, 1, 2)
+    writer = ProgressWriter.create(tmp_path, 1)
+    trainer = TrainerView(writer.path, None)
+    rounds = RoundClient(trainer, board.clients[1], CONFIG, print, print, print, 3)
+    board.announce(0)
+    board.until(lambda: "ask" in board.kinds(1))
+    rounds.handle(0, board.inbox[1][0], 0.0)
+    writer.failing()
+    trainer.look(0.0)
+    rounds.tick(0.0)
+    board.until(lambda: board.hub.tally.received == 3)
+    board.report_all(0, 2)
+    board.until(lambda: board.rounds)
+    assert [each.is_repeat for each in board.rounds] == [False]
+    writer.close()
 
 
 def test_announcements_during_a_round_join_it(board: Board):

@@ -63,6 +63,12 @@ def test_the_last_line_of_a_rank_that_was_not_watched_to_the_end_says_so():
     assert "not watched" not in closing_line("finished", 40, [], None)
 
 
+def test_the_last_line_of_a_rank_that_ends_before_a_diagnosis_says_so():
+    line = closing_line("failed", 40, [], None, is_verdict_due=True)
+    assert "no incidents" not in line
+    assert "a diagnosis is under way" in line
+
+
 ENDS = [
     (RuntimeError("two\nlines"), "failed", "RuntimeError: two"),
     (KeyboardInterrupt(), "interrupted", "KeyboardInterrupt"),
@@ -141,6 +147,26 @@ if sys.argv[2] == "raise":
 if sys.argv[2] == "sleep":
     print(flush=True)
     time.sleep(600)
+def slow_exit():
+    print(flush=True)
+    time.sleep(600)
+try:
+    if sys.argv[2] == "caught":
+        raise RuntimeError("an attempt")
+    if sys.argv[2] == "looked up":
+        raise KeyError("not in the cache")
+except (RuntimeError, KeyError):
+    if sys.argv[2] == "caught":
+        session.step_finished()
+    slow_exit()
+if sys.argv[2] == "exits slowly":
+    show = sys.excepthook
+    sys.excepthook = lambda *error: (show(*error), slow_exit())
+    raise RuntimeError("Connection closed by peer")
+try:
+    raise RuntimeError("Connection closed by peer")
+finally:
+    slow_exit()
 """
 
 
@@ -164,3 +190,26 @@ def test_a_session_that_sigterm_ends_says_so_though_only_its_parent_sees_the_exi
     assert process.returncode == -signal.SIGTERM
     assert read_ends(tmp_path) == {0: End(0, "interrupted", 3, "record", "SIGTERM")}
     assert "interrupted after step 3 by SIGTERM" in errors.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("manner", "how", "why"),
+    [
+        ("exits slowly", "failed", "RuntimeError: Connection closed by peer"),
+        ("cleans up", "failed", "RuntimeError: Connection closed by peer"),
+        ("caught", "interrupted", "SIGTERM"),  # and it has trained since
+        ("looked up", "interrupted", "SIGTERM"),
+    ],
+)
+def test_a_session_that_an_exception_ends_says_so_though_sigterm_comes_meanwhile(
+    tmp_path: Path, manner: str, how: str, why: str
+):
+    command = [sys.executable, "-c", SCRIPT, str(tmp_path), manner]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        process.terminate()
+        _, errors = process.communicate(timeout=60)
+    end = read_ends(tmp_path)[0]
+    assert (end.how, end.why) == (how, why), errors
+    assert f"{how} after step" in errors.splitlines()[-1]

@@ -30,6 +30,10 @@ _DYING_SECONDS = 1.0
 _TOGETHER_SECONDS = 0.02
 """Trainers that ended within this time of the first one ended together, if nothing shows which one caused it.
 Later ones are a consequence: a lost connection, or a launcher that cleans up, soon ends the others."""
+_KILLED_SECONDS, _UNKNOWN_SECONDS = 1.0, 0.1
+"""A lost connection kills nobody, and a launcher that cleans up asks first. So trainers that were killed
+within the first time of each other were killed together if they are a whole job or machine. So were those
+that ended within the second time of one of them, though nobody knows how."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +113,8 @@ def diagnose(observed: Round) -> Diagnosis:
         return Diagnosis()
     case = _Case(observed)
     found = case.timed_out() or case.explained()
-    if any(each.manifestation is Manifestation.CRASH for each in found) and case.peers_may_be_dying():
+    may_be_dying = case.peers_may_be_dying() or case.rest_may_be_dying()
+    if may_be_dying and any(each.manifestation is Manifestation.CRASH for each in found):
         return Diagnosis(needs_another_round=True, is_early=True)
     unconfirmed = observed.missing - {*observed.confirmed}
     if unconfirmed and (not found or any(not _is_certain(each, observed) for each in found)):
@@ -157,6 +162,23 @@ class _Case:
                 )
             )
             for rank in self.gone
+        )
+
+    def rest_may_be_dying(self) -> bool:
+        """Whether most trainers of the job or a machine have just been killed, and the others seem alive."""
+        if self._round.is_repeat:
+            return False
+        alive = {rank for rank, each in self._reports.items() if each.process is not Process.GONE}
+        killed = {
+            rank
+            for rank in self.gone
+            if self._reports[rank].how == "killed"
+            and (self._reports[rank].gone_seconds or 0.0) < _DYING_SECONDS
+        }
+        machines = [{*self._mesh.ranks_on(host)} for host in self._mesh.hosts_of(sorted(killed))]
+        return any(
+            2 * len(killed & each) > len(each) and not alive.isdisjoint(each)
+            for each in ({*range(len(self._mesh))}, *machines)
         )
 
     def _left_by(self, ranks: Collection[int]) -> set[int]:
@@ -278,7 +300,7 @@ class _Case:
     # Trainers that ended.
 
     def _ended(self) -> list[Incident]:
-        first = self._first_gone()
+        first = self._killed_together(self._first_gone())
         # A launcher may ask trainers to end because of others that are not heard of.
         are_asked = all(self._reports[rank].how == "asked" for rank in first)
         lost = self.evidence.lost if are_asked else self.evidence.lost.intersection(self.graph.sources)
@@ -323,6 +345,25 @@ class _Case:
         earliest = max(seconds[rank] for rank in found)
         together = {rank for rank in found if seconds[rank] >= earliest - _TOGETHER_SECONDS}
         return sorted(together & killed or together & failed or together)
+
+    def _killed_together(self, first: Sequence[int]) -> Sequence[int]:
+        """Return all ranks of the job, or of machines, if they were killed together and the ``first``
+        are among them."""
+        reports = self._reports
+        ended = {rank: -(reports[rank].gone_seconds or 0.0) for rank in self.gone}
+        killed = {rank for rank in self.gone if reports[rank].how == "killed"}
+        begin = min((ended[rank] for rank in killed), default=0.0)
+        together = {rank for rank in killed if ended[rank] <= begin + _KILLED_SECONDS}
+        together |= {
+            rank
+            for rank in self.gone
+            if reports[rank].how == "unknown"
+            and any(abs(ended[rank] - ended[each]) <= _UNKNOWN_SECONDS for each in together)
+        }
+        machines = [frozenset(self._mesh.ranks_on(host)) for host in self._mesh.hosts_of(sorted(together))]
+        whole = {rank for each in machines if len(each) > 1 and each <= together for rank in each}
+        found = together if len(together) == len(self._mesh) else whole
+        return sorted(found) if found.issuperset(first) else first
 
     def _left_by_absent(self, gone: Sequence[int]) -> set[int]:
         """Return the members of the operations in which these trainers ended, if absent ranks may have caused

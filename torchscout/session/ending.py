@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
+import threading
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +18,7 @@ from torchscout.run.writer import record_one
 from torchscout.utils.private_files import open_file
 from torchscout.utils.text import listed
 
-__all__ = ["add_run", "closing_line", "how_ended", "mark_recovered", "why_ended"]
+__all__ = ["add_run", "closing_line", "failure", "how_ended", "mark_recovered", "why_ended"]
 
 _INTERRUPTED = {128 + number for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)}
 
@@ -39,6 +41,23 @@ def why_ended(error: BaseException | None) -> str:
     return words.removesuffix(": ")
 
 
+def failure(tolerated: BaseException | None) -> BaseException | None:
+    """Return the exception that is ending the program, if there is one; called from any thread.
+
+    It has reached the interpreter, or the main thread is still cleaning up after it, which may block.
+    ``tolerated`` is an exception that the program was already handling while it trained. Of those that it
+    handles, only a ``RuntimeError`` counts, which is what communication and devices raise: a ``KeyError`` or
+    a timeout is often handled by going on.
+    """
+    error = getattr(sys, "last_value", None)
+    if error is None:
+        handled: object = sys._current_exceptions().get(threading.main_thread().ident or 0)
+        error = handled[1] if isinstance(handled, tuple) else handled  # a tuple before Python 3.12
+        if error is tolerated or not isinstance(error, RuntimeError):
+            return None
+    return error if how_ended(error) == "failed" else None
+
+
 def closing_line(
     how: str,
     step: int,
@@ -47,6 +66,7 @@ def closing_line(
     why: str = "",
     *,
     is_unwatched: bool = False,
+    is_verdict_due: bool = False,
 ) -> str:
     """The last line of a rank's log."""
     counts = Counter(each.manifestation.value for each in incidents)
@@ -54,9 +74,12 @@ def closing_line(
     by = f" by {why}" if why else ""
     checked = "" if certified is None else f"; certified up to step {certified}"
     known = f"incidents: {found}" if found else "no incidents"
-    if is_unwatched:
+    if is_unwatched or is_verdict_due:
         known = f"{known}, perhaps more" if found else "incidents are not known"
-        known = f"{known}, because this rank was not watched for hangs to the end"
+        doubt = (
+            "this rank was not watched for hangs to the end" if is_unwatched else "a diagnosis is under way"
+        )
+        known = f"{known}, because {doubt}"
     return f"{how} after step {step}{by}; {known}{checked}"
 
 

@@ -25,7 +25,7 @@ from torchscout.run.folder import End, How, RankEntry
 from torchscout.run.reader import IncidentLog
 from torchscout.run.writer import record_one
 from torchscout.session.boundary import Boundary
-from torchscout.session.ending import closing_line, how_ended, mark_recovered, why_ended
+from torchscout.session.ending import closing_line, failure, how_ended, mark_recovered, why_ended
 from torchscout.session.incidents import Incidents
 from torchscout.session.recovery import Recovery
 from torchscout.session.replay.recovery import RecoveringReplay
@@ -78,8 +78,9 @@ _IN_GRAPH = (
     "the optimizer's step is part of a CUDA graph, so that steps cannot be counted and nothing is checked; "
     "capture the passes and call optimizer.step() after each replay"
 )
-_VERDICT_SECONDS = 3.0
-"""How long a rank that fails or is ended waits for the observers: its launcher may end them, too."""
+_VERDICT_SECONDS = 5.0
+"""How long a rank that fails or is ended waits for the observers: its launcher may end them, too. They ask an
+observer that does not answer again after 3 s."""
 _POLL_SECONDS = 0.05
 _ANNOUNCEMENT_SECONDS = 0.5
 """How long it takes until the observers of all ranks know of a round."""
@@ -123,7 +124,11 @@ class Session:
         self._end_once = threading.Lock()
         """Acquired once, by the thread that records how the session ended."""
         self._has_ended = threading.Event()
+        self._is_verdict_due = False
+        """Whether it ends before the observers have said why."""
         self._handled = sys.exc_info()[1]  # the program may already be in an ``except`` block
+        self._tolerated = self._handled
+        """What it was handling at the last step: it trains on in spite of that."""
         atexit.register(self._at_exit)
         self._restore_sigterm: Callable[[], None] = lambda: None
         if parts.entry is not None:
@@ -320,6 +325,7 @@ class Session:
             log.warning("%s", _IN_GRAPH)
             return
         self._boundary.step += 1
+        self._tolerated = sys.exc_info()[1]
         if self._monitor is not None:
             self._monitor.publisher.step_finished(self.step)
         if self._replay is not None:
@@ -376,10 +382,8 @@ class Session:
         error = getattr(sys, "last_value", None)
 
         def last() -> None:
-            if self._monitor is not None and how_ended(error) == "failed":
-                if self._recovery is not None:
-                    self._guarded(self._recovery.fails)
-                self._monitor.writer.failing()
+            if how_ended(error) == "failed":
+                self._announce_failure()
             if error is not None:
                 self._guarded(self._wait_for_verdict)
             if self._checkpoints is not None:
@@ -394,16 +398,26 @@ class Session:
     def _terminated(self) -> None:
         """Called in a thread when SIGTERM arrives, before it ends the process; training continues meanwhile.
 
-        Records first how the job ended: it may be killed while checkpoints are written.
+        Records first how the job ended: it may be killed while checkpoints are written. An exception may be
+        ending the program already, because of which the launcher ends all ranks.
         """
-        checkpoints = self._checkpoints
+        checkpoints, error = self._checkpoints, failure(self._tolerated)
 
         def last() -> None:
+            if error is not None:
+                self._announce_failure()
             if checkpoints is not None:
                 self._guarded(checkpoints.flush)
             self._wait_for_verdict()
 
-        self._end("interrupted", "SIGTERM", self.certified_step, last=last)
+        why = "SIGTERM" if error is None else why_ended(error)
+        self._end("interrupted" if error is None else "failed", why, self.certified_step, last=last)
+
+    def _announce_failure(self) -> None:
+        if self._monitor is not None:
+            if self._recovery is not None:
+                self._guarded(self._recovery.fails)
+            self._monitor.writer.failing()
 
     def _wait_for_verdict(self) -> None:
         """Wait shortly if the observers are about to say why the job ends."""
@@ -414,6 +428,7 @@ class Session:
                 return
             was_due |= is_due
             time.sleep(_POLL_SECONDS)
+        self._is_verdict_due = was_due
 
     def _end(
         self,
@@ -448,7 +463,8 @@ class Session:
         is_unwatched = self._monitor is not None and self._monitor.is_lost
         if self.rank == 0 or how == "failed" or is_unwatched:
             is_quiet = how in ("finished", "ended") and not incidents and not is_unwatched
-            line = closing_line(how, self.step, incidents, certified, why, is_unwatched=is_unwatched)
+            doubts = {"is_unwatched": is_unwatched, "is_verdict_due": self._is_verdict_due}
+            line = closing_line(how, self.step, incidents, certified, why, **doubts)
             log.log(logging.INFO if is_quiet else logging.WARNING, "%s", line)
 
     def _manager(self) -> CheckpointManager:

@@ -254,7 +254,8 @@ class RoundClient:
         """Ask the first reachable hub for a round. If there is none, wait for one to be elected; if no
         candidate is left, record what is known here."""
         assert self._announcement is not None
-        config, is_repeat = self.silence.config, self.silence.rounds > 0
+        # The round that it is in does not count: its trainer may end right after it was asked for that one.
+        config, is_repeat = self.silence.config, self.silence.rounds > int(self._is_asked)
         findings = [each.to_json() for each in self._findings] if is_repeat else []
         for hub in hubs:
             if self._client.send(hub, "announce", is_repeat=is_repeat, findings=findings):
