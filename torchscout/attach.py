@@ -40,7 +40,7 @@ from torchscout.config import (
 )
 from torchscout.decision.progress import Phase
 from torchscout.decision.types import Incident
-from torchscout.errors import CatalogError, ScoutError
+from torchscout.errors import CatalogError, ObserverError, ScoutError
 from torchscout.experts.coverage import Rows
 from torchscout.log import set_rank, show_by_default
 from torchscout.mesh import LayerKind, Mesh
@@ -292,8 +292,14 @@ def _monitor(
         "directory": str(Path.cwd()),
         "webhook": webhook,
     }
+
+    def lost(error: ObserverError) -> None:
+        base.boundary.failed(error)
+        if (entry := recovery.entry) is not None:
+            base.boundary.guarded(lambda: entry.write_unwatched(base.job.run_dir))
+
     try:
-        monitor = start_monitor(base.job, config, base.communicators, base.boundary.failed, **settings)
+        monitor = start_monitor(base.job, config, base.communicators, lost, **settings)
     except ScoutError as error:
         base.boundary.failed(error, is_shared=True)
         return None

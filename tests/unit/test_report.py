@@ -35,7 +35,7 @@ from torchscout.report.evidence import stacks_of, waits_of
 from torchscout.report.live import LiveRun
 from torchscout.report.page import embedded, page
 from torchscout.report.screen import watch_screen
-from torchscout.run.folder import End, RankEntry
+from torchscout.run.folder import End, RankEntry, read_roster
 from torchscout.run.writer import RunWriter
 from torchscout.utils.text import spans
 
@@ -240,6 +240,15 @@ def test_the_document_has_ranks_timeline_trust_times_and_coverage(tmp_path: Path
     (missing,) = document["not_checked"]
     assert (missing["reason"], missing["ranks"]) == ("the kernel is not deterministic", [[0, 3]])
     assert document["problems"] == []
+
+
+def test_ranks_that_lost_their_observer_are_named(tmp_path: Path):
+    write_run(tmp_path)
+    assert documented(tmp_path)["ranks"]["observed"] == 4
+    assert "watched" not in documented(tmp_path)["sentence"]
+    read_roster(tmp_path)[2].write_unwatched(tmp_path)
+    assert documented(tmp_path)["ranks"]["observed"] == 3
+    assert "Not watched for hangs to the end: rank 2." in documented(tmp_path)["sentence"]
 
 
 def test_damaged_files_are_noted_and_the_rest_is_shown(tmp_path: Path):

@@ -55,11 +55,23 @@ def test_incidents_are_counted_in_the_last_line(tmp_path: Path, caplog: pytest.L
 
 
 def test_the_last_line_of_a_rank_that_was_not_watched_to_the_end_says_so():
-    quiet = closing_line("finished", 40, [], None, is_unwatched=True)
+    quiet = closing_line("finished", 40, [], None, unwatched=[1])
     assert "no incidents" not in quiet
     assert "not watched for hangs to the end" in quiet
-    assert "1 sdc" in closing_line("finished", 40, [INCIDENT], None, is_unwatched=True)
+    assert "1 sdc" in closing_line("finished", 40, [INCIDENT], None, unwatched=[1])
     assert "not watched" not in closing_line("finished", 40, [], None)
+
+
+def test_rank_0_does_not_speak_for_ranks_that_were_not_watched(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    caplog.set_level("INFO", "torchscout")
+    for record, said in (("earlier", False), ("record", True)):
+        RankEntry(1, "host", 1, record).write_unwatched(tmp_path)
+        RankEntry(1, "host", 1, "record").write(tmp_path)
+        session_of(tmp_path).close()
+        assert ("rank 1 was not watched" in caplog.messages[-1]) is said
+        assert ("no incidents" in caplog.messages[-1]) is not said
 
 
 ENDS = [

@@ -108,6 +108,17 @@ def test_it_is_shown_of_which_ranks_nothing_is_known(tmp_path: Path):
     assert "ranks 1 and 2" in ask(tmp_path).output
 
 
+def test_ranks_that_lost_their_observer_are_named(tmp_path: Path):
+    for rank in range(3):
+        ended(tmp_path, "finished", rank=rank, size=3)
+    assert ask(tmp_path).exit_code == 0
+    RankEntry.own(0, tmp_path / "of an earlier session", 3).write_unwatched(tmp_path)
+    RankEntry.own(1, tmp_path / "gone", 3).write_unwatched(tmp_path)
+    shown = ask(tmp_path)
+    assert "not watched for hangs any more: rank 1\n" in shown.output
+    assert shown.exit_code == 2
+
+
 def test_ranks_of_other_machines_are_not_looked_at(tmp_path: Path):
     ended(tmp_path, "finished", rank=0, size=2)
     replace(RankEntry.own(1, tmp_path / "record", 2), host="another", hostname="another").write(tmp_path)

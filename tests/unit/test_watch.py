@@ -30,6 +30,7 @@ from torchscout.cli.watch import Window
 from torchscout.report.live import LiveRun
 from torchscout.report.screen import watch_screen
 from torchscout.report.server import ReportServer
+from torchscout.run.folder import read_roster
 from torchscout.run.writer import RunWriter
 
 TOKEN = "a-token-of-this-test"
@@ -83,6 +84,15 @@ def test_only_what_has_changed_is_sent_and_nothing_is_written(tmp_path: Path):
     assert "coverage" not in second["parts"]
     for unknown in ("", "other-1", "x", f"{first['version'].partition('-')[0]}-" + "9" * 40):
         assert live.changes(unknown)["parts"].keys() == live.document().keys()
+
+
+def test_a_rank_that_loses_its_observer_is_shown(tmp_path: Path):
+    write_run(tmp_path)
+    live = LiveRun(tmp_path)
+    assert "observed for hangs: 4 of 4 ranks" in watch_screen(live.document())
+    read_roster(tmp_path)[2].write_unwatched(tmp_path)
+    until(lambda: "observed for hangs: 3 of 4 ranks" in watch_screen(live.document()), "it is read")
+    assert "not watched for hangs any more: rank 2" in watch_screen(live.document())
 
 
 def test_a_run_directory_that_does_not_exist_yet(tmp_path: Path):

@@ -82,10 +82,11 @@ def _sentence(run: Run, incidents: Sequence[dict[str, Any]], size: int) -> str:
     known = ", ".join(f"{count} {how}" for how, count in sorted(ends.items())) or "no end recorded"
     steps = [end.step for end in run.ends] or [each.step for _, each in run.trust]
     last = f"; last step {max(steps)}" if steps else ""
+    unwatched = f" Not watched for hangs to the end: {named(run.unwatched)}." if run.unwatched else ""
     found = f"{len(incidents)} incident{'s' * (len(incidents) != 1)}" if incidents else "No incidents"
     return (
         f"{found}, {still_open} open. {size} rank{'s' * (size != 1)} on {hosts} "
-        f"machine{'s' * (hosts != 1)}: {known}{last}."
+        f"machine{'s' * (hosts != 1)}: {known}{last}.{unwatched}"
     )
 
 
@@ -110,7 +111,7 @@ def _ranks(run: Run, size: int) -> dict[str, Any]:
         axis: [with_address[rank][AXES.index(axis)] if rank in with_address else None for rank in range(size)]
         for axis in used
     }
-    observed = sum(not entry.has_no_observer for entry in run.entries)
+    observed = sum(not entry.has_no_observer and entry.rank not in run.unwatched for entry in run.entries)
     return {
         "size": size,
         "hosts": list(hosts),

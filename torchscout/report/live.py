@@ -33,7 +33,7 @@ class LiveRun:
 
     def __init__(self, run_dir: Path) -> None:
         self.run_dir = run_dir
-        self._ranks = _Part(run_dir, Run.read_ranks, "ranks", "ends")
+        self._ranks = _Part(run_dir, Run.read_ranks, "ranks", "ends", "unwatched")
         self._events = _Part(run_dir, Run.read_events, INCIDENTS_FOLDER, HISTORY_FILE, in_background=False)
         self._records = _Part(run_dir, Comparisons.read, RECORDS_FOLDER)
         self._lock = threading.Lock()
@@ -75,7 +75,8 @@ class LiveRun:
 
 
 def _joined(ranks: Run, events: Run, records: Run) -> Run:
-    run = replace(events, entries=ranks.entries, ends=ranks.ends, problems=[], unlisted=0)
+    run = replace(events, entries=ranks.entries, ends=ranks.ends, unwatched=ranks.unwatched)
+    run.problems, run.unlisted = [], 0
     for part in (ranks, events, records):
         for problem in part.problems:
             run.note(problem)

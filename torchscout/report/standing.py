@@ -61,7 +61,7 @@ def job_state(run: Run) -> dict[str, Any]:
     states = {_AS_THE_JOB.get(state := _state(rank), state) for rank in ranks}
     state = next((each for each in _WORST_FIRST if each in states), "unknown")
     is_sick = state in {"killed", "failed"} or any(each.end is None for each in run.incidents)
-    is_unknown = not ranks or "unknown" in states or missing or run.unread
+    is_unknown = not ranks or "unknown" in states or missing or run.unwatched or run.unread
     return {
         "state": state,
         "exit_status": SICK if is_sick else UNKNOWN if is_unknown else HEALTHY,
@@ -92,6 +92,8 @@ def _sentence(
     if any(each.manifestation is Manifestation.SDC for each in still_open):
         parts.append("its state is corrupt and was not recovered")
     parts.append(f"{len(still_open) or 'no'} open incident{'s' * (len(still_open) != 1)}")
+    if run.unwatched:
+        parts.append(f"not watched for hangs any more: {named(run.unwatched)}")
     if missing:
         parts.append(f"the state of {named(missing)} is unknown here: the run directory is not shared")
     return "; ".join(parts)

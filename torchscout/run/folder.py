@@ -10,6 +10,7 @@ ranks/rank-N.json           where rank N runs
 ends/rank-N.json            how its session ended. A session that is closed writes its own end; for a trainer
                             that ended in any other way, its observer does
 observers/rank-N.log        errors of its observer
+unwatched/rank-N.json       its entry once more, written when its observer has ended for good
 
 Each file has one writer. Machines that do not share a disk have a folder each, with what all ranks found, and
 a heartbeat of their own.
@@ -48,6 +49,7 @@ __all__ = [
     "read_heartbeat",
     "read_roster",
     "read_roster_entries",
+    "read_unwatched",
 ]
 
 INCIDENTS_FOLDER, RECORDS_FOLDER = "incidents", "records"
@@ -56,7 +58,7 @@ RUNS_FILE = "runs.jsonl"
 """In the folder of the checkpoints: the run directories of the runs that have used it."""
 HEARTBEAT_SECONDS = 30.0
 _HEARTBEAT = "heartbeat.json"
-_RANKS, _ENDS = "ranks", "ends"
+_RANKS, _ENDS, _UNWATCHED = "ranks", "ends", "unwatched"
 _SESSION = "session-"
 
 
@@ -143,6 +145,11 @@ class RankEntry:
     def write(self, run_dir: Path) -> None:
         _write(run_dir / _RANKS, self.rank, asdict(self))
 
+    def write_unwatched(self, run_dir: Path) -> None:
+        """Record that this rank is not watched for hangs any more. Not in the entry itself: when ``ranks``
+        changed last says when the session began."""
+        _write(run_dir / _UNWATCHED, self.rank, asdict(self))
+
 
 def read_roster(run_dir: Path) -> list[RankEntry]:
     """Return every rank's entry, by rank; raises ``ValueError`` for a file that is not an entry."""
@@ -159,6 +166,14 @@ def _entry_or_error(path: Path) -> RankEntry | ValueError:
         return _read_entry(path)
     except ValueError as error:
         return error
+
+
+def read_unwatched(run_dir: Path) -> list[int]:
+    """Return the ranks whose observer has ended for good in their present session; raises ``OSError``."""
+    lost = (
+        each for each in map(_entry_or_error, _files(run_dir / _UNWATCHED)) if isinstance(each, RankEntry)
+    )
+    return sorted(each.rank for each in lost if each == _entry_or_error(_path(run_dir / _RANKS, each.rank)))
 
 
 def _read_entry(path: Path) -> RankEntry:

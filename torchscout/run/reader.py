@@ -37,6 +37,7 @@ from torchscout.run.folder import (
     read_ends,
     read_heartbeat,
     read_roster_entries,
+    read_unwatched,
 )
 
 __all__ = [
@@ -273,6 +274,8 @@ class Run:
     entries: list[RankEntry] = field(default_factory=list)
     ends: list[End] = field(default_factory=list)
     """Those of the sessions in ``entries``; the end of an earlier session of a rank is out of date."""
+    unwatched: list[int] = field(default_factory=list)
+    """Ranks that are not watched for hangs any more."""
     incidents: list[Reported] = field(default_factory=list)
     resolved: list[tuple[float, Resolved]] = field(default_factory=list)
     decisions: list[tuple[float, Decision]] = field(default_factory=list)
@@ -334,6 +337,7 @@ class Run:
             records = {entry.rank: entry.record for entry in self.entries}
             ends = read_ends(self.run_dir).values()
             self.ends = [end for end in ends if records.get(end.rank) == end.record]
+            self.unwatched = [rank for rank in read_unwatched(self.run_dir) if rank in records]
         except OSError as error:
             self.note(error)
         self.entries.sort(key=lambda entry: entry.rank)

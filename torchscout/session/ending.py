@@ -14,7 +14,7 @@ from torchscout.run.folder import RUNS_FILE, How
 from torchscout.run.reader import IncidentLog, runs_of
 from torchscout.run.writer import record_one
 from torchscout.utils.private_files import open_file
-from torchscout.utils.text import listed
+from torchscout.utils.text import listed, named
 
 __all__ = ["add_run", "closing_line", "how_ended", "mark_recovered", "why_ended"]
 
@@ -46,17 +46,18 @@ def closing_line(
     certified: int | None,
     why: str = "",
     *,
-    is_unwatched: bool = False,
+    unwatched: Sequence[int] = (),
 ) -> str:
-    """The last line of a rank's log."""
+    """The last line of a rank's log; ``unwatched`` ranks have lost their observer."""
     counts = Counter(each.manifestation.value for each in incidents)
     found = listed([f"{count} {kind}" for kind, count in sorted(counts.items())])
     by = f" by {why}" if why else ""
     checked = "" if certified is None else f"; certified up to step {certified}"
     known = f"incidents: {found}" if found else "no incidents"
-    if is_unwatched:
+    if unwatched:
         known = f"{known}, perhaps more" if found else "incidents are not known"
-        known = f"{known}, because this rank was not watched for hangs to the end"
+        were = "was" if len(unwatched) == 1 else "were"
+        known = f"{known}, because {named(unwatched)} {were} not watched for hangs to the end"
     return f"{how} after step {step}{by}; {known}{checked}"
 
 

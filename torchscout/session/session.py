@@ -21,7 +21,7 @@ from torchscout.decision.types import Failure, Incident, Started
 from torchscout.errors import UnavailableError
 from torchscout.log import log
 from torchscout.observer.monitor import HangMonitor
-from torchscout.run.folder import End, How, RankEntry
+from torchscout.run.folder import End, How, RankEntry, read_unwatched
 from torchscout.run.reader import IncidentLog
 from torchscout.run.writer import record_one
 from torchscout.session.boundary import Boundary
@@ -445,10 +445,12 @@ class Session:
         if self._incidents is not None:
             self._incidents.close()
             incidents = self._incidents.known
-        is_unwatched = self._monitor is not None and self._monitor.is_lost
-        if self.rank == 0 or how == "failed" or is_unwatched:
-            is_quiet = how in ("finished", "ended") and not incidents and not is_unwatched
-            line = closing_line(how, self.step, incidents, certified, why, is_unwatched=is_unwatched)
+        unwatched = [self.rank] if self._monitor is not None and self._monitor.is_lost else []
+        if self.rank == 0:
+            unwatched = sorted({*unwatched, *(self._guarded(lambda: read_unwatched(self.run_dir)) or ())})
+        if self.rank == 0 or how == "failed" or unwatched:
+            is_quiet = how in ("finished", "ended") and not incidents and not unwatched
+            line = closing_line(how, self.step, incidents, certified, why, unwatched=unwatched)
             log.log(logging.INFO if is_quiet else logging.WARNING, "%s", line)
 
     def _manager(self) -> CheckpointManager:
