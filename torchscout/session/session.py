@@ -123,6 +123,8 @@ class Session:
         self._end_once = threading.Lock()
         """Acquired once, by the thread that records how the session ended."""
         self._has_ended = threading.Event()
+        self.ended_by: BaseException | None = None
+        """The exception by which the session was closed."""
         self._handled = sys.exc_info()[1]  # the program may already be in an ``except`` block
         atexit.register(self._at_exit)
         self._restore_sigterm: Callable[[], None] = lambda: None
@@ -334,7 +336,7 @@ class Session:
         self._stop_replay("the session is closed")
         if self._checkpoints is not None:
             self._guarded(self._checkpoints.finish)
-        error = None if error is self._handled else error
+        self.ended_by = error = None if error is self._handled else error
         self._end(how_ended(error), why_ended(error), certified)
         self._restore_sigterm()
         self._guarded(self._undo.close)
