@@ -27,11 +27,12 @@ from tests.support.small_job import until
 from tests.unit.test_report import HOSTILE, numbers, write_run
 from torchscout.cli.main import app
 from torchscout.cli.watch import Window
+from torchscout.decision.types import Trust
 from torchscout.report.live import LiveRun
 from torchscout.report.screen import watch_screen
 from torchscout.report.server import ReportServer
 from torchscout.run.folder import read_roster
-from torchscout.run.writer import RunWriter
+from torchscout.run.writer import RunWriter, record_one
 
 TOKEN = "a-token-of-this-test"
 
@@ -266,6 +267,18 @@ def test_a_terminal_of_80_columns_loses_nothing(tmp_path: Path):
     for word in ("verified", "layer.0", "the kernel is not deterministic", "4 finished", "of 4 ranks"):
         assert "".join(word.split()) in flat
     assert flat.count("a-long-name-of-a-machine-in-a-large-cluster.example.org-1") == 2
+
+
+def test_only_a_job_that_keeps_checkpoints_shows_some(tmp_path: Path):
+    write_run(tmp_path)
+    assert "CHECKPOINTS: after the check of step 7" in watch_screen(LiveRun(tmp_path).document())
+    record_one(
+        tmp_path, 0, Trust(step=9, latest=None, candidate=None, verified=8, poisoned=None, is_kept=False)
+    )
+    shown = watch_screen(LiveRun(tmp_path).document())
+    assert "STATE: after the check of step 9" in shown
+    assert "certified step 8" in shown
+    assert not any(word in shown for word in ("CHECKPOINTS", "latest", "verified"))
 
 
 def test_texts_of_records_do_not_reach_the_terminal_as_commands(tmp_path: Path):

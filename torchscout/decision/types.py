@@ -395,6 +395,8 @@ class Trust(Recordable):
     verified: int | None
     poisoned: int | None
     """The step whose check found corruption, until the job has recovered."""
+    is_kept: bool = True
+    """Whether SCOUT keeps checkpoints; if not, ``verified`` is the newest certified step."""
 
 
 _KINDS = {

@@ -54,6 +54,7 @@ def document_of(run: Run, records: Comparisons) -> dict[str, Any]:
         "trust": _thinned(
             [[time, t.step, t.latest, t.candidate, t.verified, t.poisoned] for time, t in run.trust]
         ),
+        "keeps_checkpoints": all(each.is_kept for _, each in run.trust[-1:]),
         "strips": _strips(compared),
         "coverage": _coverage(compared),
         "not_checked": _not_checked(compared, size),
