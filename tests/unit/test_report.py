@@ -389,6 +389,9 @@ def test_the_command_writes_the_page_or_prints_the_document(tmp_path: Path):
     printed = CliRunner().invoke(app, ["report", str(run_dir), "--json"])
     assert json.loads(printed.stdout)["incidents"][0]["sentence"] == "Rank 2 disagrees."
     assert [path.name for path in tmp_path.iterdir() if path.suffix == ".html"] == ["page.html"]
+    document = tmp_path / "document.json"
+    printed = CliRunner().invoke(app, ["report", str(run_dir), "--json", "-o", str(document)])
+    assert document.read_text() == printed.stdout
     refused = CliRunner().invoke(app, ["report", str(tmp_path)])
     assert refused.exit_code == 2
     assert "is not a run directory" in refused.output
