@@ -29,7 +29,7 @@ from torchscout.observer import handle as observers
 from torchscout.observer.handle import ObserverHandle, launch
 from torchscout.observer.record.writer import ProgressWriter
 from torchscout.observer.spec import ObserverSpec, describe_mesh
-from torchscout.report.standing import examined
+from torchscout.report.document import examined
 from torchscout.run.folder import Identity, RankEntry, read_heartbeat
 from torchscout.run.notify import Webhook
 from torchscout.utils.network import new_token

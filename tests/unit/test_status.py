@@ -22,6 +22,8 @@ from typer.testing import CliRunner
 from tests.unit.test_record import INCIDENT
 from torchscout.cli.main import app
 from torchscout.decision.types import Action, Decision, Failure, Incident, Manifestation, Resolved
+from torchscout.report.document import documented
+from torchscout.report.live import LiveRun
 from torchscout.run.folder import REPLAY_FILE, End, Heartbeat, How, RankEntry, read_roster
 from torchscout.run.writer import RunWriter
 from torchscout.session.ending import add_run, mark_recovered
@@ -117,6 +119,15 @@ def test_ranks_that_lost_their_observer_are_named(tmp_path: Path):
     shown = ask(tmp_path)
     assert "not watched for hangs any more: rank 1\n" in shown.output
     assert shown.exit_code == 2
+
+
+def test_the_report_counts_a_rank_that_left_no_end_as_status_does(tmp_path: Path):
+    """After SIGKILL of everything on the machine."""
+    ended(tmp_path, "killed", rank=0, size=2)
+    replace(RankEntry.own(1, None, 2), pid=2**22 + 1).write(tmp_path)
+    assert "2 killed: ranks 0-1" in " ".join(ask(tmp_path).output.split())
+    assert "2 killed; last step 12." in documented(tmp_path)["sentence"]
+    assert "2 killed; last step 12." in LiveRun(tmp_path).document()["sentence"]
 
 
 def test_ranks_of_other_machines_are_not_looked_at(tmp_path: Path):
