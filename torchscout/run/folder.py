@@ -90,6 +90,16 @@ class Identity:
         """Shows more."""
         return f"scout status {self.run_dir}"
 
+    @property
+    def reference(self) -> str:
+        """What follows a line of the log: ``job llama, Slurm job 4711; more: scout status ...``."""
+        return "; ".join(filter(None, (self.in_words, f"more: {self.command}")))
+
+    @property
+    def fields(self) -> dict[str, str]:
+        """What a message to another program has."""
+        return {"job": self.job, "launcher": self.launcher, "run_dir": self.run_dir, "command": self.command}
+
 
 @dataclass(frozen=True, slots=True)
 class RankEntry:

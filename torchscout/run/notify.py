@@ -44,8 +44,7 @@ def line_about(item: Incident | Resolved, run: Identity) -> str:
         said = f"recovered by going back to step {item.recovered}: {item.sentence}"
     else:
         said = f"resolved after {item.stalled_seconds:.1f} s: {item.sentence}"
-    job = f"{run.in_words}; " if run.in_words else ""
-    return f"{said} ({job}more: {run.command})"
+    return f"{said} ({run.reference})"
 
 
 def message_about(item: Incident | Resolved, run: Identity) -> dict[str, Any]:
@@ -53,10 +52,7 @@ def message_about(item: Incident | Resolved, run: Identity) -> dict[str, Any]:
     found = {
         "text": f"torchscout: {_escaped(line_about(item, run))}",
         "time": datetime.now(timezone.utc).isoformat(timespec="milliseconds"),
-        "job": run.job,
-        "launcher": run.launcher,
-        "run_dir": run.run_dir,
-        "command": run.command,
+        **run.fields,
         "step": item.step,
         "ranks": list(item.ranks[:_MOST_RANKS]),
         "rank_count": len(item.ranks),
