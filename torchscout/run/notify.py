@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
 from http.client import HTTPException
 from typing import Any
@@ -21,7 +21,7 @@ from urllib.error import HTTPError
 from urllib.parse import urlsplit
 from urllib.request import HTTPRedirectHandler, Request, build_opener
 
-from torchscout.decision.types import Incident, Resolved, headline
+from torchscout.decision.types import Incident, Manifestation, Resolved, Scope, headline
 from torchscout.log import Problems
 from torchscout.run.folder import Identity
 
@@ -57,6 +57,9 @@ def message_about(item: Incident | Resolved, run: Identity) -> dict[str, Any]:
         "ranks": list(item.ranks[:_MOST_RANKS]),
         "rank_count": len(item.ranks),
         "sentence": item.sentence[:_MOST_CHARACTERS],
+        "manifestation": item.manifestation and item.manifestation.value,
+        "scope": item.scope and item.scope.value,
+        "hosts": list(item.hosts[:_MOST_RANKS]),
     }
     if isinstance(item, Resolved):
         return found | {
@@ -68,9 +71,6 @@ def message_about(item: Incident | Resolved, run: Identity) -> dict[str, Any]:
     return found | {
         "id": item.id,
         "state": "open",
-        "manifestation": item.manifestation.value,
-        "scope": item.scope.value,
-        "hosts": list(item.hosts[:_MOST_RANKS]),
         "action": item.action.value,
         "surface": item.records[0].surface,
     }
@@ -113,6 +113,8 @@ class Poster:
     def __init__(self, webhook: Webhook, run: Identity) -> None:
         self._webhook, self._run, self._pid = webhook, run, os.getpid()
         self._problems = Problems(f"webhook at {host_of(webhook.url)}")
+        self._posted: dict[str, tuple[tuple[str, ...], Manifestation, Scope]] = {}
+        """What the end of an incident repeats, by id."""
         self._waiting: queue.Queue[bytes] = queue.Queue(_WAITING)
         self._opener = build_opener(_NoRedirect)
         self._thread: threading.Thread | None = None
@@ -125,6 +127,11 @@ class Poster:
 
     def post(self, item: Incident | Resolved) -> None:
         """Post this soon. Never waits."""
+        if isinstance(item, Incident):
+            self._posted[item.id] = item.hosts, item.manifestation, item.scope
+        elif item.incident in self._posted:
+            hosts, manifestation, scope = self._posted.pop(item.incident)
+            item = replace(item, hosts=hosts, manifestation=manifestation, scope=scope)
         try:
             self._waiting.put_nowait(json.dumps(message_about(item, self._run)).encode())
         except queue.Full:

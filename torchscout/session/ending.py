@@ -81,6 +81,9 @@ def mark_recovered(checkpoints: Path, step: int) -> list[Resolved]:
                     sentence=each.sentence,
                     stalled_seconds=0.0,
                     recovered=step,
+                    hosts=each.hosts,
+                    manifestation=each.manifestation,
+                    scope=each.scope,
                 )
                 record_one(run_dir, 0, end)
                 marked.append(end)
