@@ -131,6 +131,7 @@ def read_large(ranks: int) -> dict[str, Any]:
     from torchscout.report.comparisons import Comparisons
     from torchscout.report.document import document_of
     from torchscout.report.page import page
+    from torchscout.report.standing import job_state
     from torchscout.run.reader import read_run
 
     with tempfile.TemporaryDirectory(dir=SHARED_MEMORY if SHARED_MEMORY.is_dir() else None) as folder:
@@ -138,7 +139,7 @@ def read_large(ranks: int) -> dict[str, Any]:
         begin = time.perf_counter()
         run = read_run(Path(folder))
         read = time.perf_counter() - begin
-        text = page(document_of(run, Comparisons.read(run)))
+        text = page(document_of(run, Comparisons.read(run), job_state(run)))
         return {
             "ranks": ranks,
             "read_s": round(read, 2),

@@ -40,7 +40,7 @@ from torchscout.config import (
 )
 from torchscout.decision.progress import Phase
 from torchscout.decision.types import Incident
-from torchscout.errors import CatalogError, ScoutError
+from torchscout.errors import CatalogError, ObserverError, ScoutError
 from torchscout.experts.coverage import Rows
 from torchscout.log import set_rank, show_by_default
 from torchscout.mesh import LayerKind, Mesh
@@ -48,7 +48,7 @@ from torchscout.observer.device import device_of
 from torchscout.observer.monitor import HangMonitor, start_monitor
 from torchscout.observer.phase_hooks import mark_phases
 from torchscout.observer.record.directory import news_of
-from torchscout.run.folder import Identity, RankEntry
+from torchscout.run.folder import Identity, RankEntry, Unwatched
 from torchscout.run.notify import Webhook
 from torchscout.run.writer import RunWriter
 from torchscout.session.announcement import ALONE, announce
@@ -292,8 +292,14 @@ def _monitor(
         "directory": str(Path.cwd()),
         "webhook": webhook,
     }
+
+    def lost(error: ObserverError) -> None:
+        base.boundary.failed(error)
+        if (entry := recovery.entry) is not None:
+            base.boundary.guarded(lambda: Unwatched(entry.rank, entry.record).write(base.job.run_dir))
+
     try:
-        monitor = start_monitor(base.job, config, base.communicators, base.boundary.failed, **settings)
+        monitor = start_monitor(base.job, config, base.communicators, lost, **settings)
     except ScoutError as error:
         base.boundary.failed(error, is_shared=True)
         return None

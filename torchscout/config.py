@@ -412,7 +412,8 @@ class RecoveryConfig:
     """The time for which the cost of a slow rank is computed."""
     on_decision: Sequence[str] = ()
     """A command and its arguments, run without a shell for every decision, also in a dry run. It reads the
-    decision as JSON from its standard input. The job does not wait for it."""
+    decision as JSON from its standard input, with ``job``, ``launcher``, ``run_dir`` and ``command`` of
+    the run. The job does not wait for it."""
     on_decision_seconds: float = 60.0
     """The time after which that command is ended."""
 

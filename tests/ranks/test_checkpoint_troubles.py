@@ -23,7 +23,7 @@ from torchscout.checkpoint.storage import shards
 from torchscout.checkpoint.storage.lock import claim
 from torchscout.faults.plan import FaultPlan
 from torchscout.faults.storage import can_fill_disks, on_a_small_disk, restore_folder
-from torchscout.report.standing import examined
+from torchscout.report.document import examined
 
 
 def planned(tmp_path: Path, steps: int = 12) -> Plan:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,6 +21,8 @@ from torchscout.attach import enable_resiliency
 from torchscout.config import CheckpointConfig, ReplayConfig
 from torchscout.faults.injector import Injector
 from torchscout.faults.plan import FaultPlan
+from torchscout.observer import handle
+from torchscout.run.reader import read_run
 
 STEPS, MOST_LINES = 1000, 10
 
@@ -146,3 +150,23 @@ def test_a_hang_of_the_first_rank_is_logged_by_another(tmp_path: Path):
     assert not any("incident (" in line for line in lines_of(tmp_path, 0))
     (line,) = [line for line in lines_of(tmp_path, 1) if "incident (" in line]
     assert "incident (hang)" in line
+
+
+def job_that_loses_an_observer(rank: int, folder: Path) -> None:
+    keep_log(folder, rank)
+    handle._RESTART_SECONDS = 0.05
+    model = DistributedDataParallel(Net())
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    with enable_resiliency(model, optimizer, replay=None, run_dir=folder / "run") as session:
+        while rank == 1 and not session.failures:
+            with suppress(ProcessLookupError):
+                os.kill(session.status()["observer"]["pid"], signal.SIGKILL)
+            time.sleep(0.05)
+        dist.barrier()
+
+
+def test_a_rank_that_loses_its_observer_is_known_to_all(tmp_path: Path):
+    run_ranks(job_that_loses_an_observer, 2, tmp_path, timeout=60)
+    last = lines_of(tmp_path, 0)[-1]
+    assert "because rank 1 was not watched for hangs to the end" in last
+    assert read_run(tmp_path / "run").unwatched == [1]

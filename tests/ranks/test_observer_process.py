@@ -29,7 +29,7 @@ from torchscout.observer import handle as observers
 from torchscout.observer.handle import ObserverHandle, launch
 from torchscout.observer.record.writer import ProgressWriter
 from torchscout.observer.spec import ObserverSpec, describe_mesh
-from torchscout.report.standing import examined
+from torchscout.report.document import examined
 from torchscout.run.folder import Identity, RankEntry, read_heartbeat
 from torchscout.run.notify import Webhook
 from torchscout.utils.network import new_token
@@ -405,7 +405,9 @@ def test_an_observer_that_dies_is_started_again_where_it_was_and_not_for_ever(
         os.kill(observer.pid, signal.SIGKILL)
         until(lambda: observer.is_lost, "it is not started again")
         assert not observer.is_running
-        assert "not watched for hangs any more" in str(lost[0])
+        assert str(lost[0]).endswith("not watched for hangs any more"), (
+            "and nothing of its log, which is empty"
+        )
         with pytest.raises(ObserverError, match="is gone"):
             observer.status()
     finally:

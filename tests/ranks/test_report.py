@@ -79,3 +79,4 @@ def test_a_healthy_job(tmp_path: Path):
     assert document["incidents"] == []
     assert not any(row["findings"] for row in document["coverage"] if row["manifestation"] == "sdc")
     assert document["trust"][-1][5] is None
+    assert not document["keeps_checkpoints"]

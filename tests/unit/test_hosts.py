@@ -158,8 +158,25 @@ def test_a_run_that_cannot_be_read_is_no_reason_to_use_all_machines(tmp_path: Pa
 
 
 def test_without_excluded_machines_the_file_is_empty(tmp_path: Path):
+    ran(tmp_path, None)
     assert ask(tmp_path, "--exclude-file", tmp_path / "out") == (0, "\n")
     assert (tmp_path / "out").read_text() == ""
+
+
+def test_a_folder_of_neither_kind_is_refused(tmp_path: Path):
+    """A list without machines would mean that all may be used."""
+    ran(tmp_path / "run", replacing("node-3"))
+    (tmp_path / "empty").mkdir()
+    for folder in (tmp_path, tmp_path / "empty"):
+        done = CliRunner().invoke(app, ["hosts", str(folder)], terminal_width=1000)
+        assert (done.exit_code, done.stdout) == (2, "")
+        assert f"{folder} is neither" in "".join(done.stderr)
+
+
+def test_why_a_job_was_stopped_is_said_beside_the_list(tmp_path: Path):
+    done = CliRunner().invoke(app, ["hosts", str(ran(tmp_path, STOP, began=-60.0))])
+    assert (done.exit_code, done.stdout) == (4, "\n")
+    assert STOP.sentence in done.stderr
 
 
 def test_what_is_no_name_of_a_machine_reaches_no_command(tmp_path: Path):
@@ -202,6 +219,7 @@ CORDONED = ["kubectl cordon node-3", "kubectl cordon node-5"]
 
 def test_the_recipe_for_kubernetes_cordons_excluded_machines_only(tmp_path: Path, stand_ins: dict[str, str]):
     (tmp_path / "checkpoints").mkdir()
+    add_run(tmp_path / "checkpoints", ran(tmp_path / "run", None))
     command = ["sh", "-c", recipe("kubernetes")]
     subprocess.run(command, cwd=tmp_path, env=stand_ins, check=False, timeout=60)
     assert calls(tmp_path) == [], "nothing was decided"

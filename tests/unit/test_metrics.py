@@ -8,6 +8,7 @@ import socket
 import sys
 import urllib.request
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -175,6 +176,24 @@ def test_the_textfile_has_the_same_and_goes_with_the_session(session: Fixed, tmp
     assert " 101.0\n" in path.read_text()
     session.close()
     assert [*tmp_path.glob("*.prom*")] == []
+
+
+@pytest.mark.parametrize("manner", ["with", "at exit"])
+@pytest.mark.parametrize("error", [RuntimeError("connection closed by peer"), SystemExit(143), None])
+def test_the_textfile_stays_if_the_session_ends_by_an_exception(
+    manner: str, error: BaseException | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    session = Fixed(FULL, tmp_path / "run")
+    exporter = export_metrics(session, MetricsConfig(textfile=tmp_path))
+    exporter.refresh()
+    if manner == "at exit":
+        monkeypatch.setattr(sys, "last_value", error, raising=False)
+        exporter.at_exit()
+    with suppress(RuntimeError, SystemExit), session:
+        if error is not None:
+            raise error
+    kept = [families(path.read_text()) for path in tmp_path.glob("*.prom")]
+    assert kept == ([] if error is None else [expected(session)])
 
 
 def test_a_collector_receives_all_samples_over_otlp(session: Fixed):

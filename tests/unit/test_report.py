@@ -14,6 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.support.incidents import incident_from
+from tests.support.run_dirs import read_roster
 from torchscout.cli.main import app
 from torchscout.decision.consensus import exact, statistical
 from torchscout.decision.types import (
@@ -35,7 +36,7 @@ from torchscout.report.evidence import stacks_of, waits_of
 from torchscout.report.live import LiveRun
 from torchscout.report.page import embedded, page
 from torchscout.report.screen import watch_screen
-from torchscout.run.folder import End, RankEntry
+from torchscout.run.folder import End, RankEntry, Unwatched
 from torchscout.run.writer import RunWriter
 from torchscout.utils.text import spans
 
@@ -242,6 +243,15 @@ def test_the_document_has_ranks_timeline_trust_times_and_coverage(tmp_path: Path
     assert document["problems"] == []
 
 
+def test_ranks_that_lost_their_observer_are_named(tmp_path: Path):
+    write_run(tmp_path)
+    assert documented(tmp_path)["ranks"]["observed"] == 4
+    assert "watched" not in documented(tmp_path)["sentence"]
+    Unwatched(2, read_roster(tmp_path)[2].record).write(tmp_path)
+    assert documented(tmp_path)["ranks"]["observed"] == 3
+    assert "Not watched for hangs to the end: rank 2." in documented(tmp_path)["sentence"]
+
+
 def test_damaged_files_are_noted_and_the_rest_is_shown(tmp_path: Path):
     write_run(tmp_path)
     whole = documented(tmp_path)
@@ -380,6 +390,9 @@ def test_the_command_writes_the_page_or_prints_the_document(tmp_path: Path):
     printed = CliRunner().invoke(app, ["report", str(run_dir), "--json"])
     assert json.loads(printed.stdout)["incidents"][0]["sentence"] == "Rank 2 disagrees."
     assert [path.name for path in tmp_path.iterdir() if path.suffix == ".html"] == ["page.html"]
+    document = tmp_path / "document.json"
+    printed = CliRunner().invoke(app, ["report", str(run_dir), "--json", "-o", str(document)])
+    assert document.read_text() == printed.stdout
     refused = CliRunner().invoke(app, ["report", str(tmp_path)])
     assert refused.exit_code == 2
     assert "is not a run directory" in refused.output

@@ -12,7 +12,7 @@ import pytest
 from tests.support.run_dirs import read_ends
 from tests.unit.test_incidents import job
 from tests.unit.test_record import INCIDENT
-from torchscout.run.folder import End, RankEntry
+from torchscout.run.folder import End, RankEntry, Unwatched
 from torchscout.session.boundary import Boundary
 from torchscout.session.ending import closing_line
 from torchscout.session.incidents import Incidents
@@ -56,10 +56,10 @@ def test_incidents_are_counted_in_the_last_line(tmp_path: Path, caplog: pytest.L
 
 
 def test_the_last_line_of_a_rank_that_was_not_watched_to_the_end_says_so():
-    quiet = closing_line("finished", 40, [], None, is_unwatched=True)
+    quiet = closing_line("finished", 40, [], None, unwatched=[1])
     assert "no incidents" not in quiet
     assert "not watched for hangs to the end" in quiet
-    assert "1 sdc" in closing_line("finished", 40, [INCIDENT], None, is_unwatched=True)
+    assert "1 sdc" in closing_line("finished", 40, [INCIDENT], None, unwatched=[1])
     assert "not watched" not in closing_line("finished", 40, [], None)
 
 
@@ -67,6 +67,18 @@ def test_the_last_line_of_a_rank_that_ends_before_a_diagnosis_says_so():
     line = closing_line("failed", 40, [], None, is_verdict_due=True)
     assert "no incidents" not in line
     assert "a diagnosis is under way" in line
+
+
+def test_rank_0_does_not_speak_for_ranks_that_were_not_watched(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    caplog.set_level("INFO", "torchscout")
+    for record, said in (("earlier", False), ("record", True)):
+        Unwatched(1, record).write(tmp_path)
+        RankEntry(1, "host", 1, "record").write(tmp_path)
+        session_of(tmp_path).close()
+        assert ("rank 1 was not watched" in caplog.messages[-1]) is said
+        assert ("no incidents" in caplog.messages[-1]) is not said
 
 
 ENDS = [

@@ -105,13 +105,22 @@ READ = "import json, sys; json.dump([json.load(sys.stdin), sys.argv[1:]], open('
 
 
 @pytest.mark.parametrize("act", [(), ALL.act])
-def test_a_command_reads_the_decision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, act: tuple[str, ...]):
+def test_a_command_reads_the_decision(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    act: tuple[str, ...],
+):
     monkeypatch.chdir(tmp_path)
     left(worker(tmp_path, RecoveryConfig(act, on_decision=[sys.executable, "-c", READ, "$(touch x)"])), SDC)
     got = tmp_path / "got"
     until(lambda: got.exists() and got.read_text().endswith("]"), "the command has written", 20.0)
     document, arguments = json.loads(got.read_text())
     assert from_json(document) == recorded(tmp_path)
+    run_dir = str(tmp_path / "run")
+    assert (document["run_dir"], document["command"]) == (run_dir, f"scout status {run_dir}")
+    assert document["launcher"] == worker(tmp_path).job.run.launcher
+    assert any(f"more: scout status {run_dir}" in line for line in caplog.messages)
     assert recorded(tmp_path).is_carried_out is bool(act)
     assert arguments == ["$(touch x)"]
 

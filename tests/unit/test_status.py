@@ -23,7 +23,9 @@ from tests.support.run_dirs import read_roster
 from tests.unit.test_record import INCIDENT
 from torchscout.cli.main import app
 from torchscout.decision.types import Action, Decision, Failure, Incident, Manifestation, Resolved
-from torchscout.run.folder import REPLAY_FILE, End, Heartbeat, How, RankEntry
+from torchscout.report.document import documented
+from torchscout.report.live import LiveRun
+from torchscout.run.folder import REPLAY_FILE, End, Heartbeat, How, RankEntry, Unwatched
 from torchscout.run.writer import RunWriter
 from torchscout.session.ending import add_run, mark_recovered
 
@@ -107,6 +109,26 @@ def test_it_is_shown_of_which_ranks_nothing_is_known(tmp_path: Path):
     """Their machine does not share the run directory."""
     ended(tmp_path, "finished", rank=0, size=3)
     assert "ranks 1 and 2" in ask(tmp_path).output
+
+
+def test_ranks_that_lost_their_observer_are_named(tmp_path: Path):
+    for rank in range(3):
+        ended(tmp_path, "finished", rank=rank, size=3)
+    assert ask(tmp_path).exit_code == 0
+    Unwatched(0, str(tmp_path / "of an earlier session")).write(tmp_path)
+    Unwatched(1, str(tmp_path / "gone")).write(tmp_path)
+    shown = ask(tmp_path)
+    assert "not watched for hangs any more: rank 1\n" in shown.output
+    assert shown.exit_code == 2
+
+
+def test_the_report_counts_a_rank_that_left_no_end_as_status_does(tmp_path: Path):
+    """After SIGKILL of everything on the machine."""
+    ended(tmp_path, "killed", rank=0, size=2)
+    replace(RankEntry.own(1, None, 2), pid=2**22 + 1).write(tmp_path)
+    assert "2 killed: ranks 0-1" in " ".join(ask(tmp_path).output.split())
+    assert "2 killed; last step 12." in documented(tmp_path)["sentence"]
+    assert "2 killed; last step 12." in LiveRun(tmp_path).document()["sentence"]
 
 
 def test_ranks_of_other_machines_are_not_looked_at(tmp_path: Path):

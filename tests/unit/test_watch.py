@@ -23,14 +23,17 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.support.incidents import incident_from
+from tests.support.run_dirs import read_roster
 from tests.support.small_job import until
 from tests.unit.test_report import HOSTILE, numbers, write_run
 from torchscout.cli.main import app
 from torchscout.cli.watch import Window
+from torchscout.decision.types import Trust
 from torchscout.report.live import LiveRun
 from torchscout.report.screen import watch_screen
 from torchscout.report.server import ReportServer
-from torchscout.run.writer import RunWriter
+from torchscout.run.folder import Unwatched
+from torchscout.run.writer import RunWriter, record_one
 
 TOKEN = "a-token-of-this-test"
 
@@ -83,6 +86,15 @@ def test_only_what_has_changed_is_sent_and_nothing_is_written(tmp_path: Path):
     assert "coverage" not in second["parts"]
     for unknown in ("", "other-1", "x", f"{first['version'].partition('-')[0]}-" + "9" * 40):
         assert live.changes(unknown)["parts"].keys() == live.document().keys()
+
+
+def test_a_rank_that_loses_its_observer_is_shown(tmp_path: Path):
+    write_run(tmp_path)
+    live = LiveRun(tmp_path)
+    assert "observed for hangs: 4 of 4 ranks" in watch_screen(live.document())
+    Unwatched(2, read_roster(tmp_path)[2].record).write(tmp_path)
+    until(lambda: "observed for hangs: 3 of 4 ranks" in watch_screen(live.document()), "it is read")
+    assert "not watched for hangs any more: rank 2" in watch_screen(live.document())
 
 
 def test_a_run_directory_that_does_not_exist_yet(tmp_path: Path):
@@ -256,6 +268,18 @@ def test_a_terminal_of_80_columns_loses_nothing(tmp_path: Path):
     for word in ("verified", "layer.0", "the kernel is not deterministic", "4 finished", "of 4 ranks"):
         assert "".join(word.split()) in flat
     assert flat.count("a-long-name-of-a-machine-in-a-large-cluster.example.org-1") == 2
+
+
+def test_only_a_job_that_keeps_checkpoints_shows_some(tmp_path: Path):
+    write_run(tmp_path)
+    assert "CHECKPOINTS: after the check of step 7" in watch_screen(LiveRun(tmp_path).document())
+    record_one(
+        tmp_path, 0, Trust(step=9, latest=None, candidate=None, verified=8, poisoned=None, is_kept=False)
+    )
+    shown = watch_screen(LiveRun(tmp_path).document())
+    assert "STATE: after the check of step 9" in shown
+    assert "certified step 8" in shown
+    assert not any(word in shown for word in ("CHECKPOINTS", "latest", "verified"))
 
 
 def test_texts_of_records_do_not_reach_the_terminal_as_commands(tmp_path: Path):

@@ -56,10 +56,12 @@ def test_an_incident_and_its_end_are_posted_in_order_with_the_identity_of_the_ru
         assert each["command"] == "scout status /runs/7"
         assert abs(datetime.fromisoformat(each["time"]).timestamp() - time.time()) < 30
         assert "Slurm job 4711" in each["text"]
+        assert (each["ranks"], each["hosts"]) == ([*INCIDENT.ranks], [*INCIDENT.hosts])
+        assert each["manifestation"] == INCIDENT.manifestation.value
+        assert each["scope"] == INCIDENT.scope.value
     for fact in (INCIDENT.manifestation.value, f"step {INCIDENT.step}", INCIDENT.sentence):
         assert fact in body["text"]
-    assert (body["ranks"], body["hosts"]) == ([*INCIDENT.ranks], [*INCIDENT.hosts])
-    assert (body["scope"], body["action"]) == (INCIDENT.scope.value, INCIDENT.action.value)
+    assert body["action"] == INCIDENT.action.value
     assert "records" not in body
 
 

@@ -15,7 +15,8 @@ import typer
 from torchscout.cli.console import AsJson, Output, print_report, refusing, write_file
 from torchscout.decision.types import Action, Decision, Failure
 from torchscout.errors import RestartPlanError
-from torchscout.run.reader import Run, runs_of
+from torchscout.run.folder import RUNS_FILE
+from torchscout.run.reader import Run, is_run, runs_of
 from torchscout.run.restart import RestartPlan, is_same
 from torchscout.utils.identity import is_host_name
 
@@ -60,6 +61,8 @@ def hosts(
     if exclude_file is not None:
         write_file(exclude_file, names + "\n" * bool(names))
     print_report(report, names, as_json=as_json, output=output)
+    if report["stopped"] is not None:
+        typer.echo(f"The job was stopped, as {report['stopped_by']} says: {report['stopped']}", err=True)
     raise typer.Exit(report["exit_status"])
 
 
@@ -89,6 +92,9 @@ def examined(folder: Path) -> dict[str, Any]:
     plan, path = RestartPlan.read(folder), RestartPlan.path(folder)
     if not folder.is_dir():
         raise ValueError(f"{folder} is not a folder")
+    if not (is_run(folder) or path.exists() or (folder / RUNS_FILE).exists()):
+        missing = f"it has no incidents/, records/ or ranks/, no {RUNS_FILE} and no {path.name}"
+        raise ValueError(f"{folder} is neither a run directory nor a folder of checkpoints: {missing}")
     own, *others = runs = [*map(Run, (folder, *runs_of(folder)))]
     for run in runs:
         run.read_events()

@@ -21,7 +21,7 @@ def report(
     run_dir: RunDir = None,
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", help="The page; by default report.html, or none with --json."),
+        typer.Option("--output", "-o", help="The page, report.html by default; with --json that document."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -34,11 +34,13 @@ def report(
         problem = f"{folder} is not a run directory: it has no incidents/, records/ or ranks/"
         raise typer.BadParameter(problem, param_hint="RUN_DIR")
     document = documented(folder)
-    if output is not None or not as_json:
-        write_file(target := output or Path("report.html"), page(document))
     if as_json:
-        print(json.dumps(document, indent=2))
+        text = json.dumps(document, indent=2)
+        print(text)
+        if output is not None:
+            write_file(output, text + "\n")
         return
+    write_file(target := output or Path("report.html"), page(document))
     print(f"{document['sentence']}\nThe report is in {target}.")
     for problem in document["problems"][:3]:
         typer.echo(f"Not readable: {problem}", err=True)

@@ -10,8 +10,8 @@ from typing import Annotated, Any
 import typer
 
 from torchscout.cli.console import AsJson, Output, print_report, refusing
+from torchscout.report.document import examined
 from torchscout.report.screen import status_screen
-from torchscout.report.standing import examined
 
 __all__ = ["RunDir", "newest_run", "status"]
 

@@ -312,6 +312,10 @@ class Resolved(Recordable):
     """The longest silence among those ranks until they moved; 0 after corruption."""
     recovered: int | None = None
     """The step that the job went back to; None if the ranks just moved."""
+    hosts: tuple[str, ...] = ()
+    manifestation: Manifestation | None = None
+    scope: Scope | None = None
+    """Those of the incident, as far as who records its end knows them."""
 
     @property
     def state(self) -> str:
@@ -395,6 +399,8 @@ class Trust(Recordable):
     verified: int | None
     poisoned: int | None
     """The step whose check found corruption, until the job has recovered."""
+    is_kept: bool = True
+    """Whether SCOUT keeps checkpoints; if not, ``verified`` is the newest certified step."""
 
 
 _KINDS = {

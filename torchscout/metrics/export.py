@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -14,12 +15,13 @@ from torchscout.config import MetricsConfig
 from torchscout.log import Problems
 from torchscout.metrics.samples import Sample, samples
 from torchscout.session.boundary import Boundary
+from torchscout.session.ending import how_ended
 from torchscout.session.off import Off
 from torchscout.session.session import Session
 
 __all__ = ["MetricsExporter", "export_metrics"]
 
-_COLLECTOR = "the OpenTelemetry collector"
+_TEXTFILE, _COLLECTOR = "the textfile for Prometheus", "the OpenTelemetry collector"
 
 
 class _Output(Protocol):
@@ -36,7 +38,7 @@ def export_metrics(session: Session, config: MetricsConfig) -> MetricsExporter:
     """
     exporter = MetricsExporter(session, config)
     session.before_close(exporter.close)
-    atexit.register(exporter.close)
+    atexit.register(exporter.at_exit)
     return exporter
 
 
@@ -55,7 +57,7 @@ class MetricsExporter:
         if config.port is not None:
             self._wanted["the Prometheus endpoint"] = self._endpoint
         if config.textfile is not None:
-            self._wanted["the textfile for Prometheus"] = self._textfile
+            self._wanted[_TEXTFILE] = self._textfile
         if config.otlp is not None:
             self._wanted[_COLLECTOR] = self._push
         self._outputs: dict[str, _Output] = {}
@@ -77,9 +79,16 @@ class MetricsExporter:
                 for name, output in self._outputs.items():
                     self._attempt(name, output.update)
 
+    def at_exit(self) -> None:
+        """Close it when the interpreter exits without having closed the session."""
+        self._close(getattr(sys, "last_value", None))
+
     def close(self) -> None:
         """Stop, after the metrics have been passed on once more. Idempotent."""
-        atexit.unregister(self.close)
+        self._close(self._session.ended_by)
+
+    def _close(self, error: BaseException | None) -> None:
+        atexit.unregister(self.at_exit)
         if os.getpid() != self._pid:
             return  # a forked child: all of this belongs to its parent
         if not self._closing.is_set() and self._thread.is_alive():
@@ -88,7 +97,9 @@ class MetricsExporter:
         with self._lock:
             while self._outputs:
                 name, output = self._outputs.popitem()
-                self._attempt(name, output.close)
+                # After a failure the last values are still wanted. The observer adds the incident.
+                if name != _TEXTFILE or how_ended(error) == "finished":
+                    self._attempt(name, output.close)
 
     def _run(self) -> None:
         while not self._closing.is_set():

@@ -55,7 +55,7 @@ class Endpoint:
 
 
 class Textfile:
-    """A file that is replaced at each update, and removed at the end, since nobody else knows its age."""
+    """A file that is replaced at each update, and removed by ``close``, since nobody else knows its age."""
 
     def __init__(self, registry: CollectorRegistry, path: Path) -> None:
         self._registry, self._path = registry, path

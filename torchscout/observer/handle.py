@@ -251,8 +251,8 @@ class ObserverHandle:
 
     def _error(self, state: str) -> ObserverError:
         with suppress(OSError):
-            end = self._spec.log.read_text()[-_LOG_CHARACTERS:].strip()
-            state += f"; its log ends: {end or '(empty)'}"
+            if end := self._spec.log.read_text()[-_LOG_CHARACTERS:].strip():
+                state += f"; its log ends: {end}"
         return ObserverError(f"the observer of rank {self._spec.rank} {state}")
 
 

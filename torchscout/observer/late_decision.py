@@ -104,7 +104,7 @@ class LateDecision:
         except OSError as error:
             print(f"the decision could not be recorded: {error}", file=sys.stderr)
         if config.on_decision:
-            start_command(config.on_decision, config.on_decision_seconds, decision, self._spec.directory)
+            start_command(config, decision, self._spec.run, self._spec.directory)
 
 
 def _is_stopped(folder: Path) -> bool:

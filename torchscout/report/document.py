@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,11 @@ from torchscout.report.evidence import (
     strip,
     waits_of,
 )
+from torchscout.report.standing import job_state, state_of
 from torchscout.run.reader import Reported, Run, read_run
 from torchscout.utils.text import named, spans
 
-__all__ = ["SCHEMA", "document_of", "documented", "incident_document"]
+__all__ = ["SCHEMA", "document_of", "documented", "examined", "incident_document", "summary"]
 
 SCHEMA = 1
 """Version of the document."""
@@ -38,15 +39,16 @@ _ACTIONS = {
 }
 
 
-def document_of(run: Run, records: Comparisons) -> dict[str, Any]:
-    """Return everything that the page shows; numbers, texts, lists and dictionaries only."""
+def document_of(run: Run, records: Comparisons, job: Mapping[str, Any]) -> dict[str, Any]:
+    """Return everything that the page shows; numbers, texts, lists and dictionaries only. ``job`` is what
+    ``job_state`` has returned."""
     compared = records.with_times(each for reported in run.incidents for each in reported.incident.records)
     size = _size(run, records)
     incidents = [_incident(number, each, run) for number, each in enumerate(run.incidents, start=1)]
     return {
         "schema": SCHEMA,
         "run_dir": str(run.run_dir),
-        "sentence": _sentence(run, incidents, size),
+        "sentence": summary(run, incidents, size, job),
         "ranks": _ranks(run, size),
         "incidents": incidents,
         "decisions": [each.to_json() for _, each in run.decisions],
@@ -54,6 +56,7 @@ def document_of(run: Run, records: Comparisons) -> dict[str, Any]:
         "trust": _thinned(
             [[time, t.step, t.latest, t.candidate, t.verified, t.poisoned] for time, t in run.trust]
         ),
+        "keeps_checkpoints": all(each.is_kept for _, each in run.trust[-1:]),
         "strips": _strips(compared),
         "coverage": _coverage(compared),
         "not_checked": _not_checked(compared, size),
@@ -65,7 +68,25 @@ def document_of(run: Run, records: Comparisons) -> dict[str, Any]:
 def documented(run_dir: Path) -> dict[str, Any]:
     """Read a run directory, and return its document."""
     run = read_run(run_dir)
-    return document_of(run, Comparisons.read(run))
+    return document_of(run, Comparisons.read(run), job_state(run))
+
+
+def examined(run_dir: Path) -> dict[str, Any]:
+    """Return the report of ``scout status``; raises ``ValueError`` if this is no run directory."""
+    run = read_run(run_dir)
+    if not run.entries:
+        missing = f"{run_dir} is not the run directory of a job: it has no ranks/rank-0.json"
+        raise ValueError(run.problems[0] if run.problems else missing)
+    return {
+        "run_dir": str(run_dir),
+        **job_state(run),
+        "incidents": [
+            incident_document(number, each, run) for number, each in enumerate(run.incidents, start=1)
+        ],
+        "decisions": [each.to_json() for _, each in run.decisions],
+        "problems": run.problems,
+        "unlisted_problems": run.unlisted,
+    }
 
 
 def _size(run: Run, records: Comparisons) -> int:
@@ -75,17 +96,19 @@ def _size(run: Run, records: Comparisons) -> int:
     return max([*(entry.size for entry in run.entries), *(rank + 1 for rank in seen)], default=0)
 
 
-def _sentence(run: Run, incidents: Sequence[dict[str, Any]], size: int) -> str:
+def summary(run: Run, incidents: Sequence[dict[str, Any]], size: int, job: Mapping[str, Any]) -> str:
+    """Return the first sentences of the page."""
     hosts = len({entry.host for entry in run.entries})
     still_open = sum(each["state"] == "open" for each in incidents)
-    ends = Counter(end.how for end in run.ends)
-    known = ", ".join(f"{count} {how}" for how, count in sorted(ends.items())) or "no end recorded"
+    states = Counter(state_of(rank) for rank in job["ranks"])
+    known = ", ".join(f"{count} {state}" for state, count in sorted(states.items())) or "no end recorded"
     steps = [end.step for end in run.ends] or [each.step for _, each in run.trust]
     last = f"; last step {max(steps)}" if steps else ""
+    unwatched = f" Not watched for hangs to the end: {named(run.unwatched)}." if run.unwatched else ""
     found = f"{len(incidents)} incident{'s' * (len(incidents) != 1)}" if incidents else "No incidents"
     return (
         f"{found}, {still_open} open. {size} rank{'s' * (size != 1)} on {hosts} "
-        f"machine{'s' * (hosts != 1)}: {known}{last}."
+        f"machine{'s' * (hosts != 1)}: {known}{last}.{unwatched}"
     )
 
 
@@ -110,7 +133,7 @@ def _ranks(run: Run, size: int) -> dict[str, Any]:
         axis: [with_address[rank][AXES.index(axis)] if rank in with_address else None for rank in range(size)]
         for axis in used
     }
-    observed = sum(not entry.has_no_observer for entry in run.entries)
+    observed = sum(not entry.has_no_observer and entry.rank not in run.unwatched for entry in run.entries)
     return {
         "size": size,
         "hosts": list(hosts),

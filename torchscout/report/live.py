@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from torchscout.report.comparisons import Comparisons
-from torchscout.report.document import document_of
+from torchscout.report.document import document_of, summary
 from torchscout.report.standing import job_state, overview
-from torchscout.run.folder import HISTORY_FILE, INCIDENTS_FOLDER, RANKS_FOLDER, RECORDS_FOLDER, End
+from torchscout.run.folder import HISTORY_FILE, INCIDENTS_FOLDER, RANKS_FOLDER, RECORDS_FOLDER, End, Unwatched
 from torchscout.run.reader import Run
 
 __all__ = ["LiveRun"]
@@ -33,7 +33,7 @@ class LiveRun:
 
     def __init__(self, run_dir: Path) -> None:
         self.run_dir = run_dir
-        self._ranks = _Part(run_dir, Run.read_ranks, RANKS_FOLDER, End.folder)
+        self._ranks = _Part(run_dir, Run.read_ranks, RANKS_FOLDER, End.folder, Unwatched.folder)
         self._events = _Part(run_dir, Run.read_events, INCIDENTS_FOLDER, HISTORY_FILE, in_background=False)
         self._records = _Part(run_dir, Comparisons.read, RECORDS_FOLDER)
         self._lock = threading.Lock()
@@ -63,11 +63,14 @@ class LiveRun:
         read = [each.read() for each in (self._ranks, self._events, self._records)]
         document = self._document
         # By identity: what was not read again is the same object.
-        if [*map(id, read)] != [*map(id, self._read)]:
-            self._read, (*_, (_, compared)) = read, read
-            self._run = _joined(*(run for run, _ in read))
-            document = document_of(self._run, compared)
-        document = {**document, "now": overview(job_state(self._run))}
+        is_new = [*map(id, read)] != [*map(id, self._read)]
+        if is_new:
+            self._read, self._run = read, _joined(*(run for run, _ in read))
+        job = job_state(self._run)
+        if is_new:
+            document = document_of(self._run, read[-1][1], job)
+        sentence = summary(self._run, document["incidents"], document["ranks"]["size"], job)
+        document = {**document, "sentence": sentence, "now": overview(job)}
         if changed := [name for name, part in document.items() if self._document.get(name) != part]:
             self._version += 1
             self._changed |= dict.fromkeys(changed, self._version)
@@ -75,7 +78,8 @@ class LiveRun:
 
 
 def _joined(ranks: Run, events: Run, records: Run) -> Run:
-    run = replace(events, entries=ranks.entries, ends=ranks.ends, problems=[], unlisted=0)
+    run = replace(events, entries=ranks.entries, ends=ranks.ends, unwatched=ranks.unwatched)
+    run.problems, run.unlisted = [], 0
     for part in (ranks, events, records):
         for problem in part.problems:
             run.note(problem)

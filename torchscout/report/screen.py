@@ -27,7 +27,7 @@ def status_screen(report: Mapping[str, Any]) -> str:
 def watch_screen(document: Mapping[str, Any], width: int | None = None) -> str:
     """Return everything that there is to say about a live document."""
     parts: list[Table | str] = [f"{document['run_dir']}: {document['now']['sentence']}", ""]
-    parts += [*_found(document), "", *_checks(document), "", *_trust(document["trust"]), ""]
+    parts += [*_found(document), "", *_checks(document), "", *_trust(document), ""]
     return stacked([*parts, *_coverage(document), *_problems(document)], width)
 
 
@@ -87,14 +87,17 @@ def _checks(document: Mapping[str, Any]) -> Iterator[str]:
     yield f"  observed for hangs: {ranks['observed']} of {ranks['size']} ranks"
 
 
-def _trust(points: Sequence[Sequence[Any]]) -> Iterator[str]:
+def _trust(document: Mapping[str, Any]) -> Iterator[str]:
     """The checkpoints that can be trusted, as rungs."""
-    if not points:
+    if not (points := document["trust"]):
         yield _heading("Checkpoints", "no checks are recorded")
         return
     _, step, latest, candidate, verified, poisoned = points[-1]
-    yield _heading("Checkpoints", f"after the check of step {step}")
-    for name, at in (("latest", latest), ("candidate", candidate), ("verified", verified)):
+    roles = {"latest": latest, "candidate": candidate, "verified": verified}
+    if not document["keeps_checkpoints"]:
+        roles = {"certified": verified}
+    yield _heading("Checkpoints" if len(roles) > 1 else "State", f"after the check of step {step}")
+    for name, at in roles.items():
         yield f"  {name:<10}{'none' if at is None else f'step {at}'}"
     if poisoned is not None:
         yield f"  corruption was found at step {poisoned}; nothing since is trusted"

@@ -13,13 +13,12 @@ from torchscout.decision.types import Manifestation
 from torchscout.errors import TornRecordError
 from torchscout.observer.record.directory import ProcessIdentity
 from torchscout.observer.record.reader import ProgressReader
-from torchscout.report.document import incident_document
 from torchscout.run.folder import End, Heartbeat, RankEntry
-from torchscout.run.reader import Run, is_run, read_run
+from torchscout.run.reader import Run, is_run
 from torchscout.utils.procfs import boot_id
 from torchscout.utils.text import named, ranks_in_words, spans
 
-__all__ = ["COLUMNS", "examined", "job_state", "overview", "standing"]
+__all__ = ["COLUMNS", "job_state", "overview", "standing", "state_of"]
 
 HEALTHY, SICK, UNKNOWN = 0, 1, 2
 """Exit statuses of ``scout status``."""
@@ -34,34 +33,16 @@ COLUMNS = ("rank", "host", "pid", "state", "step", "phase", "silent_seconds", "i
 """What is shown of a rank that is listed."""
 
 
-def examined(run_dir: Path) -> dict[str, Any]:
-    """Return the report of ``scout status``; raises ``ValueError`` if this is no run directory."""
-    run = read_run(run_dir)
-    if not run.entries:
-        missing = f"{run_dir} is not the run directory of a job: it has no ranks/rank-0.json"
-        raise ValueError(run.problems[0] if run.problems else missing)
-    return {
-        "run_dir": str(run_dir),
-        **job_state(run),
-        "incidents": [
-            incident_document(number, each, run) for number, each in enumerate(run.incidents, start=1)
-        ],
-        "decisions": [each.to_json() for _, each in run.decisions],
-        "problems": run.problems,
-        "unlisted_problems": run.unlisted,
-    }
-
-
 def job_state(run: Run) -> dict[str, Any]:
     """Return the state of the job and of each rank."""
     last, ends = run.last_heartbeat(), {end.rank: end for end in run.ends}
     ranks = [standing(entry, ends.get(entry.rank), last) for entry in run.entries]
     size = max((entry.size for entry in run.entries), default=0)
     missing = sorted({*range(size)} - {entry.rank for entry in run.entries})
-    states = {_AS_THE_JOB.get(state := _state(rank), state) for rank in ranks}
+    states = {_AS_THE_JOB.get(state := state_of(rank), state) for rank in ranks}
     state = next((each for each in _WORST_FIRST if each in states), "unknown")
     is_sick = state in {"killed", "failed"} or any(each.end is None for each in run.incidents)
-    is_unknown = not ranks or "unknown" in states or missing or run.unread
+    is_unknown = not ranks or "unknown" in states or missing or run.unwatched or run.unread
     return {
         "state": state,
         "exit_status": SICK if is_sick else UNKNOWN if is_unknown else HEALTHY,
@@ -92,6 +73,8 @@ def _sentence(
     if any(each.manifestation is Manifestation.SDC for each in still_open):
         parts.append("its state is corrupt and was not recovered")
     parts.append(f"{len(still_open) or 'no'} open incident{'s' * (len(still_open) != 1)}")
+    if run.unwatched:
+        parts.append(f"not watched for hangs any more: {named(run.unwatched)}")
     if missing:
         parts.append(f"the state of {named(missing)} is unknown here: the run directory is not shared")
     return "; ".join(parts)
@@ -128,7 +111,7 @@ def _seen(entry: RankEntry) -> dict[str, Any]:
         return {"state": f"unknown: {getattr(error, 'strerror', None) or error}"}
     last = progress.recent[-1] if progress.recent else None
     return {
-        "state": state_of(reader),
+        "state": process_state(reader),
         "step": progress.step,
         "operation": progress.operation,
         "phase": progress.phase.value,
@@ -138,7 +121,7 @@ def _seen(entry: RankEntry) -> dict[str, Any]:
     }
 
 
-def state_of(reader: ProgressReader) -> str:
+def process_state(reader: ProgressReader) -> str:
     """The state of a rank without an end marker: a trainer that is gone was killed before it wrote one."""
     if (process := reader.trainer()) is Process.GONE:
         return "finished" if reader.has_finished else "killed"
@@ -166,7 +149,7 @@ def overview(job: Mapping[str, Any]) -> dict[str, Any]:
     most. Of a rank elsewhere that has not ended, and of one that has finished, there is nothing to say."""
     by_state, known, hosts = defaultdict[str, list[Mapping[str, Any]]](list), list[Any](), set[str]()
     for rank in sorted(job["ranks"], key=_attention):
-        by_state[_state(rank)].append(rank)
+        by_state[state_of(rank)].append(rank)
         if not rank["is_here"] and rank["state"] in {"running", "unknown"}:
             hosts.add(rank["host"])
         elif rank["state"] != "finished":
@@ -191,13 +174,13 @@ def _together(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _state(rank: Mapping[str, Any]) -> str:
+def state_of(rank: Mapping[str, Any]) -> str:
     """The state without the reason why it is unknown."""
     state: str = rank["state"].partition(":")[0]
     return state
 
 
 def _attention(rank: Mapping[str, Any]) -> tuple[int, float, int]:
-    state = _state(rank)
+    state = state_of(rank)
     place = _ATTENTION.index(state) if state in _ATTENTION else len(_ATTENTION)
     return place, -(rank.get("silent_seconds") or 0.0), rank["rank"]

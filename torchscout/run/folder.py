@@ -10,6 +10,7 @@ ranks/rank-N.json           where rank N runs
 ends/rank-N.json            how its session ended. A session that is closed writes its own end; for a trainer
                             that ended in any other way, its observer does
 observers/rank-N.log        errors of its observer
+unwatched/rank-N.json       its entry once more, written when its observer has ended for good
 
 Each file has one writer. Machines that do not share a disk have a folder each, with what all ranks found, and
 a heartbeat of their own.
@@ -46,10 +47,12 @@ __all__ = [
     "How",
     "Identity",
     "RankEntry",
+    "Unwatched",
     "are_possible",
     "read_all",
     "read_end",
     "read_heartbeat",
+    "read_unwatched",
 ]
 
 RANKS_FOLDER, INCIDENTS_FOLDER, RECORDS_FOLDER = "ranks", "incidents", "records"
@@ -87,6 +90,17 @@ class Identity:
     def command(self) -> str:
         """Shows more."""
         return f"scout status {self.run_dir}"
+
+    @property
+    def reference(self) -> str:
+        """What follows a line of the log: ``job llama, Slurm job 4711; more: scout status ...``."""
+        job = ", ".join(filter(None, (self.job and f"job {self.job}", self.launcher)))
+        return "; ".join(filter(None, (job, f"more: {self.command}")))
+
+    @property
+    def fields(self) -> dict[str, str]:
+        """What a message to another program has."""
+        return {"job": self.job, "launcher": self.launcher, "run_dir": self.run_dir, "command": self.command}
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +187,22 @@ class End:
         _write_rank(self, run_dir)
 
 
-OfRank = TypeVar("OfRank", RankEntry, End)
+@dataclass(frozen=True, slots=True)
+class Unwatched:
+    """A rank whose observer has ended too often: it is not watched for hangs any more."""
+
+    folder: ClassVar[str] = "unwatched"
+    rank: int
+    record: str
+    """Of its session, as in the rank's entry. The entry itself stays as it is: when ``ranks`` changed last
+    says when the session began."""
+
+    def write(self, run_dir: Path) -> None:
+        """Raises ``OSError`` if it cannot be written."""
+        _write_rank(self, run_dir)
+
+
+OfRank = TypeVar("OfRank", RankEntry, End, Unwatched)
 
 
 def read_all(kind: type[OfRank], run_dir: Path, note: Callable[[ValueError], object]) -> list[OfRank]:
@@ -188,6 +217,16 @@ def read_all(kind: type[OfRank], run_dir: Path, note: Callable[[ValueError], obj
             except ValueError as error:
                 note(error)
     return sorted(found, key=lambda each: each.rank)
+
+
+def read_unwatched(run_dir: Path) -> list[int]:
+    """Return the ranks that are not watched any more in their present session; raises ``OSError``."""
+    found = []
+    for each in read_all(Unwatched, run_dir, lambda _: None):
+        with suppress(ValueError):
+            if _read(RankEntry, _path(RankEntry, run_dir, each.rank)).record == each.record:
+                found.append(each.rank)
+    return found
 
 
 def read_end(run_dir: Path, rank: int, record: str) -> End | None:
@@ -232,11 +271,11 @@ def read_heartbeat(run_dir: Path) -> Heartbeat | None:
     return None
 
 
-def _path(kind: type[RankEntry | End], run_dir: Path, rank: int) -> Path:
+def _path(kind: type[RankEntry | End | Unwatched], run_dir: Path, rank: int) -> Path:
     return run_dir / kind.folder / f"rank-{rank}.json"
 
 
-def _write_rank(item: RankEntry | End, run_dir: Path) -> None:
+def _write_rank(item: RankEntry | End | Unwatched, run_dir: Path) -> None:
     path = _path(type(item), run_dir, item.rank)
     make_folders(path.parent)
     replace_text(path, json.dumps(asdict(item)) + "\n")

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from http.client import HTTPException
 from typing import Any
@@ -21,7 +21,7 @@ from urllib.error import HTTPError
 from urllib.parse import urlsplit
 from urllib.request import HTTPRedirectHandler, Request, build_opener
 
-from torchscout.decision.types import Incident, Resolved, headline
+from torchscout.decision.types import Incident, Manifestation, Resolved, Scope, headline
 from torchscout.log import Problems
 from torchscout.run.folder import Identity
 
@@ -47,8 +47,7 @@ def line_about(item: Incident | Resolved, run: Identity) -> str:
         said = f"recovered by going back to step {item.recovered}: {item.sentence}"
     else:
         said = f"resolved after {item.stalled_seconds:.1f} s: {item.sentence}"
-    job = ", ".join(filter(None, (run.job and f"job {run.job}", run.launcher)))
-    return f"{said} ({job}{'; ' * bool(job)}more: {run.command})"
+    return f"{said} ({run.reference})"
 
 
 def message_about(item: Incident | Resolved, run: Identity) -> dict[str, Any]:
@@ -56,14 +55,14 @@ def message_about(item: Incident | Resolved, run: Identity) -> dict[str, Any]:
     found = {
         "text": f"torchscout: {_escaped(line_about(item, run))}",
         "time": datetime.now(timezone.utc).isoformat(timespec="milliseconds"),
-        "job": run.job,
-        "launcher": run.launcher,
-        "run_dir": run.run_dir,
-        "command": run.command,
+        **run.fields,
         "step": item.step,
         "ranks": list(item.ranks[:_MOST_RANKS]),
         "rank_count": len(item.ranks),
         "sentence": item.sentence[:_MOST_CHARACTERS],
+        "manifestation": item.manifestation and item.manifestation.value,
+        "scope": item.scope and item.scope.value,
+        "hosts": list(item.hosts[:_MOST_RANKS]),
     }
     if isinstance(item, Resolved):
         return found | {
@@ -75,9 +74,6 @@ def message_about(item: Incident | Resolved, run: Identity) -> dict[str, Any]:
     return found | {
         "id": item.id,
         "state": "open",
-        "manifestation": item.manifestation.value,
-        "scope": item.scope.value,
-        "hosts": list(item.hosts[:_MOST_RANKS]),
         "action": item.action.value,
         "surface": item.records[0].surface,
     }
@@ -110,6 +106,8 @@ class Poster:
     def __init__(self, webhook: Webhook, run: Identity) -> None:
         self._webhook, self._run, self._pid = webhook, run, os.getpid()
         self._problems = Problems(f"webhook at {host_of(webhook.url)}")
+        self._posted: dict[str, tuple[tuple[str, ...], Manifestation, Scope]] = {}
+        """What the end of an incident repeats, by id."""
         self._waiting: queue.Queue[bytes] = queue.Queue(_WAITING)
         self._opener = build_opener(_NoRedirect)
         self._thread: threading.Thread | None = None
@@ -122,6 +120,11 @@ class Poster:
 
     def post(self, item: Incident | Resolved) -> None:
         """Post this soon. Never waits."""
+        if isinstance(item, Incident):
+            self._posted[item.id] = item.hosts, item.manifestation, item.scope
+        elif item.incident in self._posted:
+            hosts, manifestation, scope = self._posted.pop(item.incident)
+            item = replace(item, hosts=hosts, manifestation=manifestation, scope=scope)
         try:
             self._waiting.put_nowait(json.dumps(message_about(item, self._run)).encode())
         except queue.Full:

@@ -39,6 +39,7 @@ from torchscout.run.folder import (
     are_possible,
     read_all,
     read_heartbeat,
+    read_unwatched,
 )
 
 __all__ = [
@@ -210,6 +211,8 @@ class Run:
     entries: list[RankEntry] = field(default_factory=list)
     ends: list[End] = field(default_factory=list)
     """Those of the sessions in ``entries``; the end of an earlier session of a rank is out of date."""
+    unwatched: list[int] = field(default_factory=list)
+    """Ranks that are not watched for hangs any more."""
     incidents: list[Reported] = field(default_factory=list)
     resolved: list[tuple[float, Resolved]] = field(default_factory=list)
     decisions: list[tuple[float, Decision]] = field(default_factory=list)
@@ -265,6 +268,7 @@ class Run:
             records = {entry.rank: entry.record for entry in self.entries}
             ends = read_all(End, self.run_dir, self.note)
             self.ends = [end for end in ends if records.get(end.rank) == end.record]
+            self.unwatched = [rank for rank in read_unwatched(self.run_dir) if rank in records]
         except OSError as error:
             self.note(error)
 

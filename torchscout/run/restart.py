@@ -16,15 +16,17 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
+from torchscout.config import RecoveryConfig
 from torchscout.decision.policy import RESTARTS
 from torchscout.decision.types import Action, Decision, Failure, Recordable, parsed
 from torchscout.errors import RestartPlanError
 from torchscout.log import PREFIX, log
+from torchscout.run.folder import Identity
 from torchscout.utils import child_process
 from torchscout.utils.identity import is_host_name
 from torchscout.utils.private_files import make_folders, open_private, replace_text
@@ -171,15 +173,16 @@ _started: list[subprocess.Popen[bytes]] = []
 
 
 def start_command(
-    command: Sequence[str], seconds: float, decision: Decision, folder: Path | str | None = None
+    config: RecoveryConfig, decision: Decision, run: Identity, folder: Path | str | None = None
 ) -> None:
-    """Start the command in a folder, by default the current one, and return at once. What goes wrong with it
-    is logged, and changes nothing else."""
+    """Start ``on_decision`` in a folder, by default the current one, and return at once. What goes wrong with
+    it is logged, and changes nothing else."""
+    command, seconds = config.on_decision, config.on_decision_seconds
     _started[:] = [each for each in _started if each.poll() is None]
     try:
         # A file, because writing to a pipe would wait for a command that does not read.
         with tempfile.TemporaryFile() as document:
-            document.write(json.dumps(decision.to_json()).encode() + b"\n")
+            document.write(json.dumps(decision.to_json() | run.fields).encode() + b"\n")
             document.seek(0)
             arguments = (str(seconds), str(folder or Path.cwd()), *command)
             between = subprocess.Popen(

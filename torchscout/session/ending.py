@@ -16,7 +16,7 @@ from torchscout.run.folder import RUNS_FILE, How
 from torchscout.run.reader import IncidentLog, runs_of
 from torchscout.run.writer import record_one
 from torchscout.utils.private_files import open_file
-from torchscout.utils.text import listed
+from torchscout.utils.text import listed, named
 
 __all__ = ["add_run", "closing_line", "failure", "how_ended", "mark_recovered", "why_ended"]
 
@@ -65,21 +65,24 @@ def closing_line(
     certified: int | None,
     why: str = "",
     *,
-    is_unwatched: bool = False,
+    unwatched: Sequence[int] = (),
     is_verdict_due: bool = False,
 ) -> str:
-    """The last line of a rank's log."""
+    """The last line of a rank's log; ``unwatched`` ranks have lost their observer."""
     counts = Counter(each.manifestation.value for each in incidents)
     found = listed([f"{count} {kind}" for kind, count in sorted(counts.items())])
     by = f" by {why}" if why else ""
     checked = "" if certified is None else f"; certified up to step {certified}"
     known = f"incidents: {found}" if found else "no incidents"
-    if is_unwatched or is_verdict_due:
+    doubts = []
+    if unwatched:
+        were = "was" if len(unwatched) == 1 else "were"
+        doubts.append(f"{named(unwatched)} {were} not watched for hangs to the end")
+    if is_verdict_due:
+        doubts.append("a diagnosis is under way")
+    if doubts:
         known = f"{known}, perhaps more" if found else "incidents are not known"
-        doubt = (
-            "this rank was not watched for hangs to the end" if is_unwatched else "a diagnosis is under way"
-        )
-        known = f"{known}, because {doubt}"
+        known = f"{known}, because {listed(doubts)}"
     return f"{how} after step {step}{by}; {known}{checked}"
 
 
@@ -104,6 +107,9 @@ def mark_recovered(checkpoints: Path, step: int) -> list[Resolved]:
                     sentence=each.sentence,
                     stalled_seconds=0.0,
                     recovered=step,
+                    hosts=each.hosts,
+                    manifestation=each.manifestation,
+                    scope=each.scope,
                 )
                 record_one(run_dir, 0, end)
                 marked.append(end)

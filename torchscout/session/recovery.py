@@ -177,13 +177,13 @@ class Recovery:
 
     def _report(self, decision: Decision) -> None:
         kept = "" if decision.is_carried_out else " (not carried out)" if self.config.act else " (dry run)"
-        log.warning("decision%s: %s", kept, decision.sentence)
+        log.warning("decision%s: %s (%s)", kept, decision.sentence, self.job.run.reference)
         if decision.devices:
             log.warning("named devices: %s", listed(decision.devices))
         if self.is_ending:
             return
         if self.config.on_decision:
-            start_command(self.config.on_decision, self.config.on_decision_seconds, decision)
+            start_command(self.config, decision, self.job.run)
         self._record(decision)
 
     def _record(self, decision: Decision) -> None:

@@ -21,7 +21,7 @@ from torchscout.decision.types import Failure, Incident, Started
 from torchscout.errors import UnavailableError
 from torchscout.log import log
 from torchscout.observer.monitor import HangMonitor
-from torchscout.run.folder import End, How, RankEntry
+from torchscout.run.folder import End, How, RankEntry, read_unwatched
 from torchscout.run.reader import IncidentLog
 from torchscout.run.writer import record_one
 from torchscout.session.boundary import Boundary
@@ -126,6 +126,8 @@ class Session:
         self._has_ended = threading.Event()
         self._is_verdict_due = False
         """Whether it ends before the observers have said why."""
+        self.ended_by: BaseException | None = None
+        """The exception by which the session was closed."""
         self._handled = sys.exc_info()[1]  # the program may already be in an ``except`` block
         self._tolerated = self._handled
         """What it was handling at the last step: it trains on in spite of that."""
@@ -340,7 +342,7 @@ class Session:
         self._stop_replay("the session is closed")
         if self._checkpoints is not None:
             self._guarded(self._checkpoints.finish)
-        error = None if error is self._handled else error
+        self.ended_by = error = None if error is self._handled else error
         self._end(how_ended(error), why_ended(error), certified)
         self._restore_sigterm()
         self._guarded(self._undo.close)
@@ -460,11 +462,15 @@ class Session:
         if self._incidents is not None:
             self._incidents.close()
             incidents = self._incidents.known
-        is_unwatched = self._monitor is not None and self._monitor.is_lost
-        if self.rank == 0 or how == "failed" or is_unwatched:
-            is_quiet = how in ("finished", "ended") and not incidents and not is_unwatched
-            doubts = {"is_unwatched": is_unwatched, "is_verdict_due": self._is_verdict_due}
-            line = closing_line(how, self.step, incidents, certified, why, **doubts)
+        unwatched = [self.rank] if self._monitor is not None and self._monitor.is_lost else []
+        if self.rank == 0:
+            unwatched = sorted({*unwatched, *(self._guarded(lambda: read_unwatched(self.run_dir)) or ())})
+        if self.rank == 0 or how == "failed" or unwatched:
+            is_quiet = how in ("finished", "ended") and not incidents and not unwatched
+            is_due = self._is_verdict_due
+            line = closing_line(
+                how, self.step, incidents, certified, why, unwatched=unwatched, is_verdict_due=is_due
+            )
             log.log(logging.INFO if is_quiet else logging.WARNING, "%s", line)
 
     def _manager(self) -> CheckpointManager:

@@ -62,7 +62,7 @@ function timelineChart(data) {
     picture.append(svg("text", { x: at, y: bottom - 24 + 13 * row, class: "event event-" + event.kind },
       event.kind === "incident" ? EVENT_LETTERS.incident + event.incident : EVENT_LETTERS[event.kind] || "?"));
   }
-  const keys = [["line line-latest", "latest"], ["line line-candidate", "candidate"], ["line line-verified", "verified"]];
+  const keys = data.keeps_checkpoints ? [["line line-latest", "latest"], ["line line-candidate", "candidate"], ["line line-verified", "verified"]] : [["line line-verified", "certified"]];
   return h("figure", {}, h("div", { class: "scroll" }, picture),
     h("figcaption", {}, "Step over time (" + day(low) + ", UTC). ",
       data.trust.length ? keys.map(([kind, name]) => [svg("svg", { viewBox: "0 0 28 8", class: "key" }, svg("path", { d: "M0 4H28", class: kind })), " " + name + "; "]) : "The records have no checks, so that the checkpoints cannot be drawn. ",

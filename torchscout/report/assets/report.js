@@ -7,7 +7,7 @@ const VIEWS = [
   ["mesh", "Ranks", ["ranks", "incidents"], (data) => new MeshView(data).root],
   ["evidence", "Evidence", ["incidents", "strips"], evidenceView],
   ["times", "Times", ["strips"], stripsView],
-  ["timeline", "Timeline", ["timeline", "trust", "incidents"], timelineView],
+  ["timeline", "Timeline", ["timeline", "trust", "keeps_checkpoints", "incidents"], timelineView],
   ["coverage", "Coverage", ["coverage", "not_checked", "ranks"], coverageView],
   ["problems", null, ["problems", "unlisted_problems"], problemsView],
 ];

@@ -8,7 +8,7 @@ function timelineView(data) {
   ]);
   const last = data.trust[data.trust.length - 1], role = (value) => (value === null ? "none" : "step " + value);
   return section("timeline", "Timeline", timelineChart(data),
-    last ? h("p", {}, "After the check of step " + last[1] + ": latest " + role(last[2]) + ", candidate " + role(last[3]) + ", verified " + role(last[4]) + (last[5] === null ? "." : "; corruption was found at step " + last[5] + ", and nothing since is trusted.")) : null,
+    last ? h("p", {}, "After the check of step " + last[1] + ": " + (data.keeps_checkpoints ? "latest " + role(last[2]) + ", candidate " + role(last[3]) + ", verified " : "certified ") + role(last[4]) + (last[5] === null ? "." : "; corruption was found at step " + last[5] + ", and nothing since is trusted.")) : null,
     rows.length ? longTable(["UTC", "step", "what", "in words"], rows, "events", Math.max(40, data.incidents.length)) : h("p", {}, "No events are recorded."));
 }
 

@@ -283,9 +283,18 @@ class CertifiedSteps:
             self._gate, _ = transition(self._gate, event)
 
 
-def trust_in(state: Any, step: int) -> Trust:
+def trust_in(state: Any, step: int, *, is_kept: bool) -> Trust:
     """Return which generations the gate has after the check of a step; ``state`` is ``Certifier.state``'s."""
     gate = CheckpointGate.from_json(state)
+    if not is_kept:
+        return Trust(
+            step=step,
+            latest=None,
+            candidate=None,
+            verified=certified_step(gate),
+            poisoned=gate.poisoned,
+            is_kept=False,
+        )
     roles = {name: gate.steps()[name] for name in ("latest", "candidate", "verified")}
     return Trust(step=step, poisoned=gate.poisoned, **roles)
 

@@ -293,7 +293,8 @@ class ReplayDriver:
             self._rotation.take_back(EXPERTS, step)
         self._guard(lambda: self._certifier.decide(step, [*highest], check))
         if self._parts.keeps_history:
-            self._guard(lambda: self._recorder.record(trust_in(self._certifier.state(), step)))
+            kept = self._certifier.captures
+            self._guard(lambda: self._recorder.record(trust_in(self._certifier.state(), step, is_kept=kept)))
         self._unsettled, self._last_check = Outcome.HEALTHY, step
         if agreed.changes > self._settings.adopted:
             self._adopt(self._communicators.from_rank_0(self._settings.requested()))
