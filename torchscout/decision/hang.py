@@ -8,6 +8,7 @@ minority that is ahead is not blamed.
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -354,11 +355,13 @@ class _Case:
         killed = {rank for rank in self.gone if reports[rank].how == "killed"}
         begin = min((ended[rank] for rank in killed), default=0.0)
         together = {rank for rank in killed if ended[rank] <= begin + _KILLED_SECONDS}
+        moments = sorted(ended[rank] for rank in together)
         together |= {
             rank
             for rank in self.gone
             if reports[rank].how == "unknown"
-            and any(abs(ended[rank] - ended[each]) <= _UNKNOWN_SECONDS for each in together)
+            and bisect_left(moments, ended[rank] - _UNKNOWN_SECONDS)
+            < bisect_right(moments, ended[rank] + _UNKNOWN_SECONDS)
         }
         machines = [frozenset(self._mesh.ranks_on(host)) for host in self._mesh.hosts_of(sorted(together))]
         whole = {rank for each in machines if len(each) > 1 and each <= together for rank in each}

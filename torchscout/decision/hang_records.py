@@ -120,7 +120,7 @@ def shown(
 ) -> list[EvidenceRecord]:
     """Return stacks and open operations of suspects and of a few other ranks, unless the proof shows them."""
     proved = {each.progress["rank"] for each in proof if each.progress is not None}
-    reports = evidence.reports
+    reports, suspects = evidence.reports, frozenset(suspects)
     with_stack = [rank for rank in sorted(reports) if reports[rank].stack and rank not in proved]
     stacks = [rank for rank in with_stack if rank in suspects][:_SUSPECTS]
     stacks += [rank for rank in with_stack if rank not in suspects][:_VICTIMS]
