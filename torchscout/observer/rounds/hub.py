@@ -449,6 +449,8 @@ class Hub:
             self.routes.send(everybody, encode("accepted", seconds=seconds))
             return
         self._confirm_at = None
+        for resolved in self._reported.gone_on(gathered.reports):
+            self._publish(resolved)
         for each in found.incidents:
             incident = self._reported.traced(each, gathered.reports)
             if incident is not None and self._reported.report(incident, gathered.reports):

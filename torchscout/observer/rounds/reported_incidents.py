@@ -189,6 +189,19 @@ class ReportedIncidents:
             for each in over
         ]
 
+    def gone_on(self, reports: Mapping[int, RankReport]) -> list[Resolved]:
+        """As ``moved``, for incidents whose ranks have all come to a later step, as their reports show: a
+        trainer that goes on may end before its observer has said that it moves."""
+        found = []
+        for each in [each.finding for each in self._open if each.is_own]:
+            places = [reports[rank].progress for rank in each.ranks if rank in reports]
+            if len(places) == len(each.ranks) and all(
+                at is not None and at.step > each.step for at in places
+            ):
+                for rank in each.ranks:
+                    found += self.moved(rank, 0.0)
+        return found
+
     def left(self, report: RankReport) -> list[Resolved]:
         """As ``moved``, for a rank that went on and whose observer leaves with this last report: it may have
         left before it knew that the rank was named."""
