@@ -128,11 +128,12 @@ def test_a_rank_that_went_on_may_leave_before_it_knows_that_it_was_named(
     assert len(reported.left(RankReport(2, process, progress))) == is_over
 
 
-@pytest.mark.parametrize(("step", "is_over"), [(3, False), (4, True)])
+@pytest.mark.parametrize(("step", "is_over"), [(5, False), (6, True)])
 def test_a_trainer_that_went_on_and_ended_before_its_observer_said_so_is_reported(step: int, is_over: bool):
     reported = ReportedIncidents()
-    reported.enter(LATE)
-    progress = Progress(2, step, 1, Phase.FORWARD, {}, Window(), at_communication=False, silent_seconds=0.1)
+    host = Progress(2, 5, 1, Phase.FORWARD, {}, Window(), at_communication=False, silent_seconds=6.0)
+    assert reported.report(incident_of(2), {2: RankReport(2, Process.RUNNING, host)})
+    progress = replace(host, step=step, silent_seconds=0.1)
     ended = RankReport(2, Process.GONE, progress, gone_seconds=0.1, how="killed")
     assert len(reported.gone_on({2: ended})) == is_over
     crash = replace(LATE, surface="process", step=step, job_ended=True)

@@ -27,8 +27,8 @@ from torchscout.decision.types import Surface
 from torchscout.errors import CheckpointError
 from torchscout.state.encoding import encode
 from torchscout.state.layout import CPU, layout_of
-from torchscout.state.table import Kind, Row, StateTable, StateView
-from torchscout.utils._torch import inner_of, local_of
+from torchscout.state.table import Kind, Row, StateTable, StateView, with_inner
+from torchscout.utils._torch import local_of
 
 __all__ = [
     "SCOUT_PREFIX",
@@ -100,9 +100,7 @@ class StateParts:
         parts have a table of their own."""
         put_at_rest(model)
         self.model = model
-        # A ``ZeroRedundancyOptimizer`` has its slots in the optimizer that it wraps.
-        every = [each for optimizer in optimizers for each in (optimizer, inner_of(optimizer))]
-        self.optimizers = [each for each in every if each is not None]
+        self.optimizers = [*with_inner(optimizers)]
         self.registered = registered
         self.parameters: dict[str, torch.Tensor] = {
             name: owned.get(name, each) for name, each in model.named_parameters()

@@ -88,6 +88,12 @@ class _Open:
     still: set[int] = field(default_factory=set)
     """Its ranks that have not moved since."""
     stalled_seconds: float = 0.0
+    steps: dict[int, int] = field(default_factory=dict)
+    """The step of each of its ranks when this hub reported it: a host may be ahead of its device."""
+
+
+def _steps(reports: Mapping[int, RankReport]) -> dict[int, int]:
+    return {rank: each.progress.step for rank, each in reports.items() if each.progress is not None}
 
 
 class ReportedIncidents:
@@ -134,6 +140,8 @@ class ReportedIncidents:
             progresses = (each.progress for each in reports.values())
             silences = (each.silent_seconds for each in progresses if each is not None)
             self._last, self._open[-1].stalled_seconds = incident, max(silences, default=0.0)
+            steps = _steps(reports)
+            self._open[-1].steps = {rank: steps[rank] for rank in incident.ranks if rank in steps}
         return is_new
 
     def enter(self, finding: Finding) -> bool:
@@ -192,13 +200,11 @@ class ReportedIncidents:
     def gone_on(self, reports: Mapping[int, RankReport]) -> list[Resolved]:
         """As ``moved``, for incidents whose ranks have all come to a later step, as their reports show: a
         trainer that goes on may end before its observer has said that it moves."""
-        found = []
-        for each in [each.finding for each in self._open if each.is_own]:
-            places = [reports[rank].progress for rank in each.ranks if rank in reports]
-            if len(places) == len(each.ranks) and all(
-                at is not None and at.step > each.step for at in places
-            ):
-                for rank in each.ranks:
+        now, found = _steps(reports), []
+        for each in [*self._open]:
+            ahead = [rank for rank, step in each.steps.items() if now.get(rank, step) > step]
+            if len(ahead) == len(each.finding.ranks):
+                for rank in ahead:
                     found += self.moved(rank, 0.0)
         return found
 
