@@ -1,4 +1,5 @@
-"""Whole jobs as a user runs them: windows without torchscout, with its defaults, with checkpoints, in turn.
+"""Whole jobs as a user runs them: windows without torchscout, with its defaults, with checkpoints, in turn;
+and, to compare with, jobs without torchscout that copy their state to pinned memory as often.
 
 *free*: the host waits for the device every tenth step only, as a job that logs its loss does: what a user
 pays. *synchronized*: it waits in every step: what single steps cost, such as the one after a check, whose
@@ -13,16 +14,17 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from torchscout.config import CheckpointConfig, ObserverConfig, ReplayConfig
+from torchscout.utils._torch import local_of
 from training_parts.job import Job
 
 __all__ = ["end_to_end", "figures_of"]
 
 INTERVAL = ReplayConfig().interval
 STEPS = 3 * INTERVAL
-MODES = ("default", "with checkpoints")
 WAYS = {"free": 10, "synchronized": 1}
 """After how many steps the host waits for the device."""
 
@@ -31,25 +33,58 @@ def end_to_end(job: Job, rounds: int) -> list[dict[str, Any]]:
     """The windows in the order in which they were taken, each with the milliseconds of its steps."""
     taken: list[dict[str, Any]] = []
     for _ in range(rounds):
-        for mode in MODES:
-            for way, every in WAYS.items():
+        for way, every in WAYS.items():
+            for take in (_copied, _with_defaults, _with_checkpoints):
                 taken.append({"mode": "without", "way": way, "ms": _steps(job, every)})
-                checkpoint = CheckpointConfig(job.folder("checkpoints")) if mode == MODES[1] else None
-                with job.attached(ReplayConfig(), ObserverConfig(), checkpoint) as session:
-                    begins = session.step
-                    ms = _steps(job, every)
-                    held = (session.metrics()["checkpoint"] or {}).get("captures")
-                taken.append({"mode": mode, "way": way, "ms": ms, "begins": begins, "captures": held})
-                taken.append({"mode": "without", "way": way, "ms": _steps(job, every)})
+                taken.append({"way": way, **take(job, every)})
+            taken.append({"mode": "without", "way": way, "ms": _steps(job, every)})
     return taken
 
 
-def _steps(job: Job, every: int) -> list[float]:
+def _with_defaults(job: Job, every: int) -> dict[str, Any]:
+    with job.attached(ReplayConfig(), ObserverConfig()) as session:
+        return {"mode": "default", "begins": session.step, "ms": _steps(job, every)}
+
+
+def _with_checkpoints(job: Job, every: int) -> dict[str, Any]:
+    checkpoint = CheckpointConfig(job.folder("checkpoints"))
+    with job.attached(ReplayConfig(), ObserverConfig(), checkpoint) as session:
+        found = {"mode": "with checkpoints", "begins": session.step, "ms": _steps(job, every)}
+        return {**found, "captures": (session.metrics()["checkpoint"] or {}).get("captures")}
+
+
+def _copied(job: Job, every: int) -> dict[str, Any]:
+    """The same bytes as a capture, when it would take them, and the update waits for the copies."""
+    slots = (each for state in job.optimizer.state.values() for each in state.values())
+    held = [local_of(each.detach()) for each in (*job.model.parameters(), *slots)]
+    rooms = [torch.empty_like(each, device="cpu", pin_memory=job.is_cuda) for each in held]
+    if not job.is_cuda:
+        ms = _steps(job, every, lambda: torch._foreach_copy_(rooms, held))
+        return {"mode": "plain copies", "begins": 0, "ms": ms}
+    side = torch.cuda.Stream()
+
+    def copy() -> None:
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for room, each in zip(rooms, held, strict=True):
+                room.copy_(each, non_blocking=True)
+
+    hook = job.optimizer.register_step_pre_hook(lambda *_: torch.cuda.current_stream().wait_stream(side))
+    try:
+        return {"mode": "plain copies", "begins": 0, "ms": _steps(job, every, copy)}
+    finally:
+        hook.remove()
+
+
+def _steps(job: Job, every: int, after_check: Callable[[], Any] = lambda: None) -> list[float]:
+    """Two steps pass before the window."""
     job.steps(2)
     job.synchronize()
     dist.barrier()
     marks = [time.perf_counter()]
     for step in range(1, STEPS + 2):
+        if step > 1 and (step + 1) % INTERVAL == 0:
+            after_check()
         job.step()
         if step % every == 0:
             job.synchronize()

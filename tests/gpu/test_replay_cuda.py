@@ -15,6 +15,8 @@ from torchscout.attach import enable_resiliency
 from torchscout.config import Parallelism, ReplayConfig
 from torchscout.faults.injector import Injector
 from torchscout.faults.plan import FaultPlan
+from torchscout.replay.capture.invocation import Invocation
+from torchscout.replay.capture.saved_calls import SavedCall
 
 pytestmark = [
     pytest.mark.gpu,
@@ -173,3 +175,16 @@ def test_device_memory_returns_to_where_it_was(tmp_path: Path):
         grown = [after - before for before, after in zip(bare, checked, strict=True)]
         # Signatures keep the addresses of the last 16 groups of tensors, and scratch for each stream.
         assert max(grown) <= 16 << 10, (bare, checked)
+
+
+def test_a_saved_call_is_what_was_called_although_training_goes_on():
+    device = torch.device("cuda")
+    batch = torch.ones(1 << 26, device=device)  # its copy takes milliseconds
+    made = Invocation.of((batch,), {}, device, keep=True)
+    made.gradients[0] = torch.ones(4, device=device)
+    saved = SavedCall.of(made)
+    batch.add_(1)
+    kept, gradient = saved.tensors
+    assert kept.is_pinned()
+    assert torch.equal(kept, torch.ones_like(kept))
+    assert torch.equal(gradient, torch.ones(4))

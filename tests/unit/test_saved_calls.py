@@ -15,6 +15,7 @@ from torchscout.replay.capture.context import Attention
 from torchscout.replay.capture.invocation import Invocation
 from torchscout.replay.capture.saved_calls import SavedCalls, restored
 from torchscout.state import encoding
+from torchscout.state.collect import is_loader
 
 KEY = ("layer", "layer.3")
 
@@ -46,7 +47,7 @@ def test_a_call_comes_back_bit_for_bit_with_its_arguments_as_they_were():
     x = torch.randn(4, 3).t().requires_grad_()  # not contiguous
     made = call(x, [2, None, (torch.tensor([1, 2]), "mask")], scale=0.5, flags={"a": True})
     state = torch.get_rng_state()
-    found = saved(kept(made))[KEY]
+    found = saved(kept(made)).of(KEY)
     assert found is not None
     again = restored(found.call, nn.Linear(2, 2), CPU, found.tensors)
     args, kwargs = again.arguments({})
@@ -62,7 +63,7 @@ def test_a_call_comes_back_bit_for_bit_with_its_arguments_as_they_were():
 
 def test_a_rank_without_saved_calls_allocates_from_the_description_alone():
     made = call(torch.randn(4, 3), 7)
-    found = kept(made)[KEY]
+    found = kept(made).of(KEY)
     assert found is not None
     room = restored(found.call, nn.Linear(2, 2), CPU).like(found.call, CPU)
     assert [(each.shape, each.dtype) for each in room.tensors()] == [
@@ -75,7 +76,7 @@ def test_later_training_does_not_change_saved_calls():
     gradient = torch.zeros(4)
     made = call(torch.ones(2))
     made.gradients[0] = gradient
-    found = kept(made)[KEY]
+    found = kept(made).of(KEY)
     assert found is not None
     gradient.add_(1)
     made.leaves[0].add_(1)
@@ -108,7 +109,7 @@ def test_a_call_that_cannot_be_saved_replaces_the_previous_one_with_the_reason(
     saved_calls = kept(call(torch.ones(2)))
     saved_calls.limit = limit
     saved_calls.keep(KEY, made())
-    assert saved_calls[KEY] is None
+    assert saved_calls.of(KEY) is None
     assert re.search(reason, saved_calls.problems[KEY])
     saved_calls.drop(KEY)
     assert not saved_calls.problems
@@ -116,5 +117,15 @@ def test_a_call_that_cannot_be_saved_replaces_the_previous_one_with_the_reason(
 
 def test_without_memory_nothing_is_saved_or_loaded():
     saved_calls = kept(call(torch.ones(2)))
-    assert list(saved(saved_calls)) == [KEY]
-    assert list(saved(saved_calls, limit=0)) == list(kept(call(torch.ones(2)), limit=0)) == []
+    assert saved(saved_calls).of(KEY) is not None
+    assert saved(saved_calls, limit=0).of(KEY) is None
+    assert kept(call(torch.ones(2)), limit=0).of(KEY) is None
+
+
+def test_checkpoints_hold_them_by_reference():
+    # They are no loader, whose state is copied in every capture.
+    saved_calls = kept(call(torch.ones(2)))
+    assert not is_loader(saved_calls)
+    first, second = (encoding.encode(saved_calls.state_dict())[1] for _ in range(2))
+    assert first
+    assert all(second[name] is each for name, each in first.items())

@@ -199,6 +199,8 @@ class Snapshots:
         """The CUDA device of the state, for which buffers are pinned."""
         self._outline = Outline([], 0)
         """The layout of the last snapshot."""
+        self._most_tensors = 0
+        """For how many its header has room, roughly: see ``_moved``."""
         self._unfenced: _Task | None = None
         self._idle = threading.Event()
         """Whether no capture and no preparation is in progress."""
@@ -376,8 +378,11 @@ class Snapshots:
         """Where everything lies. The layout of the same tensors is not computed again."""
         described = [(name, name_of(each.dtype), tuple(each.shape)) for name, each in tensors.items()]
         if described != self._outline.tensors:
-            header = Outline(described, 0).header(identity, role, document)
-            self._outline = Outline(described, max(self._outline.room, _header_room(header)))
+            room = self._outline.room
+            if len(described) > self._most_tensors:
+                header = Outline(described, 0).header(identity, role, document)
+                room, self._most_tensors = max(room, _header_room(header)), len(described) * 9 // 8
+            self._outline = Outline(described, room)
         return self._outline
 
     def _complete(self, task: _Task) -> None:

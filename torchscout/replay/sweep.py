@@ -47,7 +47,7 @@ def _saved_calls(replayer: Replayer, recipe: Recipe, count: int) -> list[_Calls]
     """Return the calls that peers have saved, for each swept target; none if this rank has no such target."""
     own = {}
     for place, target in enumerate(recipe.swept()):
-        if (saved := replayer.saved_calls[recipe.kind, recipe.saved_name(target)]) is not None:
+        if (saved := replayer.saved_calls.of((recipe.kind, recipe.saved_name(target)))) is not None:
             own[place] = saved.call
     gathered = replayer.peers_for(recipe).metadata.gather(json.dumps(own).encode())
     by_position = [json.loads(each) for each in gathered]
@@ -81,7 +81,7 @@ def _agreed(
 
 
 def _bytes_of(replayer: Replayer, recipe: Recipe, target: int) -> int:
-    saved = replayer.saved_calls[recipe.kind, recipe.saved_name(target)]
+    saved = replayer.saved_calls.of((recipe.kind, recipe.saved_name(target)))
     return recipe.swept_bytes(target) + (0 if saved is None else saved.nbytes)
 
 
@@ -103,7 +103,7 @@ def _begin(replayer: Replayer, recipe: Recipe, place: int, calls: _Calls) -> Act
         return ActiveReplay(Due(recipe.kind, None), "", recipe, peers, 0, None, None)
     target = targets[place]
     source = min(calls, default=0)
-    own = replayer.saved_calls[recipe.kind, recipe.saved_name(target)]
+    own = replayer.saved_calls.of((recipe.kind, recipe.saved_name(target)))
     is_source = peers.position == source
     tensors = own.tensors if own is not None and is_source else None
     saved = SavedInput(is_source, calls.get(source), tensors)

@@ -7,6 +7,7 @@ nothing is ever executed. Digests detect damage, not forgery.
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import struct
@@ -173,7 +174,7 @@ class Outline:
         self.ends: list[int] = []
         end = first = _aligned(self.start)
         for name, dtype, shape in tensors:
-            place, length = _aligned(end), _bytes_of(dtype, shape)
+            place, length = _aligned(end), _known_bytes_of(dtype, shape)
             row = {"name": name, "dtype": dtype, "shape": list(shape), "length": length}
             self._rows.append({**row, "offset": place - first})
             self.places.append(place)
@@ -326,6 +327,9 @@ def _bytes_of(dtype: Any, shape: Sequence[Any]) -> int:
     if math.prod(max(size, 1) for size in shape) * ITEM_BYTES[dtype] > _MAX_BYTES:
         raise ValueError(f"a tensor of shape {shape!r:.80} is too large")
     return int(math.prod(shape)) * ITEM_BYTES[dtype]
+
+
+_known_bytes_of = functools.lru_cache(4096)(_bytes_of)  # most tensors of a model have one of a few shapes
 
 
 def _object(value: Any, keys: set[str], what: str) -> dict[str, Any]:

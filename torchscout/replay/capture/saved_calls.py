@@ -7,7 +7,7 @@ of each layer. After a failure, restarted workers replay them in a sweep.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -34,8 +34,10 @@ class SavedCall:
 
     call: Mapping[str, Any]
     """Its description for peers, and the tree structure of its arguments."""
-    tensors: tuple[torch.Tensor, ...]
-    """Copies in host memory of this rank's tensors, in the order of ``Invocation.tensors``."""
+    copies: tuple[torch.Tensor, ...]
+    """Of this rank's tensors, in host memory, in the order of ``Invocation.tensors``."""
+    copied: torch.cuda.Event | None = None
+    """On a CUDA device, what to wait for before they are read."""
 
     @classmethod
     def of(cls, invocation: Invocation) -> SavedCall:
@@ -52,12 +54,28 @@ class SavedCall:
             spec = treespec_dumps(invocation.spec)
         except (NotImplementedError, TypeError, ValueError) as error:
             raise ReplayError(f"the structure of its arguments cannot be saved: {error}") from error
-        copies = (local_part(each).detach().to("cpu", copy=True) for each in invocation.tensors())
-        return cls({**call, "spec": spec}, tuple(copies))
+        own = [local_part(each).detach() for each in invocation.tensors()]
+        device = next((each.device for each in own if each.is_cuda), None)
+        if device is None:
+            return cls({**call, "spec": spec}, tuple(each.to("cpu", copy=True) for each in own))
+        # Nothing waits for the device, or for new pages: the allocator keeps pinned memory for later calls.
+        copies = [torch.empty_like(each, device="cpu", pin_memory=True) for each in own]
+        for copy, each in zip(copies, own, strict=True):
+            copy.copy_(each, non_blocking=True)
+        copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        copied.record(torch.cuda.current_stream(device))
+        return cls({**call, "spec": spec}, tuple(copies), copied)
 
     @property
     def nbytes(self) -> int:
-        return sum(each.nbytes for each in self.tensors)
+        return sum(each.nbytes for each in self.copies)
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """The copies, once they are complete."""
+        if self.copied is not None:
+            self.copied.synchronize()
+        return self.copies
 
 
 class SavedCalls:
@@ -70,11 +88,8 @@ class SavedCalls:
         self.problems: dict[Key, str] = {}
         """Why the last call of a target could not be saved on this rank."""
 
-    def __getitem__(self, key: Key) -> SavedCall | None:
+    def of(self, key: Key) -> SavedCall | None:
         return self._kept.get(key)
-
-    def __iter__(self) -> Iterator[Key]:
-        return iter(self._kept)
 
     def keep(self, key: Key, invocation: Invocation) -> None:
         """Save this rank's call, which all peers have replayed."""
