@@ -21,7 +21,9 @@ from tests.ranks.test_log_of_jobs import keep_log, lines_of
 from tests.support.checkpoint_jobs import Plan, Result, train
 from tests.support.ranks import RankError, run_ranks
 from torchscout.checkpoint.gate import TrustLevel
-from torchscout.checkpoint.storage.shards import inspect
+from torchscout.checkpoint.storage.shard_format import Blob, decode, encode
+from torchscout.checkpoint.storage.shards import inspect, verify
+from torchscout.checkpoint.storage.shards import replace as replace_file
 from torchscout.cli.main import app
 from torchscout.faults.storage import Cut, Damage, FlipFileBit, copies, spoil
 
@@ -139,6 +141,21 @@ class FlipTensorBit(Damage):
         FlipFileBit((entry.offset + entry.length // 2) / header.size).happen(path)
 
 
+class CopyWrongly(Damage):
+    """As if a parameter had changed on the way from the device, before the digest of its copy was taken."""
+
+    def happen(self, path: Path) -> None:
+        header, tensors = decode(path.read_bytes())
+        blobs = [
+            Blob(each.name, each.dtype, each.shape, bytearray(tensors[each.name]), signature=each.signature)
+            for each in header.entries
+        ]
+        parameter = max((each for each in blobs if each.name.endswith("/weight")), key=lambda b: len(b.data))
+        parameter.data[len(parameter.data) // 2] ^= 1  # type: ignore[index]
+        replace_file(path, encode(header.identity, header.role, header.document, blobs))
+        assert verify(path).whole
+
+
 OWN_STATE = FlipTensorBit("rng/torch")
 """Every rank's random state is different here, and no rank has a copy of another's."""
 
@@ -174,6 +191,27 @@ def test_each_damaged_shard_is_logged_once(left: Left, tmp_path: Path):
     lines, others = (lines_of(tmp_path, rank) for rank in (0, 1))
     assert [sum(str(path) in line for line in lines) for path in lost.paths] == [1, 1], lines
     assert not any("damaged" in line for line in others), others
+
+
+def test_a_state_that_is_restored_otherwise_than_it_was_captured_is_not_trained_on(left: Left):
+    spoil(left.copies(1, STEPS), CopyWrongly())
+    for mine, theirs in zip(left.again(), left.alone, strict=True):
+        assert mine.resumed is not None
+        assert (mine.resumed.step, mine.resumed.role) == (STEPS - 1, TrustLevel.VERIFIED), mine.resumed
+        assert mine.bits == {each: theirs.bits[each] for each in range(STEPS, MORE + 1)}
+        assert mine.failures == []
+
+
+def test_if_no_state_is_restored_as_it_was_captured_all_of_them_stay(left: Left):
+    before = {path: path.read_bytes() for path in left.disk.parent.rglob("rank-1-*.shard")}
+    spoil([*before], CopyWrongly())
+    message = left.refused()
+    assert "rank 1: the restored state is not what was saved: parameter" in message
+    assert "rank 0: the restored" not in message
+    for path, shard in before.items():
+        path.chmod(0o600)
+        path.write_bytes(shard)
+    left.went_on(STEPS, ("memory", "memory"))
 
 
 def test_damage_everywhere_is_reported_on_every_rank_and_nothing_is_loaded(left: Left):
@@ -218,12 +256,14 @@ def test_any_bit_of_any_copy_is_noticed(left: Left):
             for path in left.copies(rank, STEPS):
                 spoil([path], FlipFileBit(chance.random(), chance.randrange(8)))
         # If different tensors of the two ranks are damaged, each repairs the other's, and step 9 is whole
-        # again.
+        # again. A rank's random state has no second copy.
         results = left.again()
-        step = results[0].resumed.step if results[0].resumed else None
+        assert results[0].resumed is not None
+        step, reason = results[0].resumed.step, results[0].resumed.reason
+        assert step == (STEPS - 1 if f"step {STEPS} cannot be had" in reason else STEPS), f"seed {seed}"
         problems = [problem for each in results for problem in each.status["problems"]]
         repaired = any(f"step {STEPS}" in each and "identical bytes" in each for each in problems)
-        assert step == (STEPS if repaired else STEPS - 1), f"seed {seed}"
+        assert repaired or step == STEPS - 1, f"seed {seed}"
         for mine, theirs in zip(results, left.alone, strict=True):
             assert mine.bits == {each: theirs.bits[each] for each in range(step + 1, MORE + 1)}, (
                 f"seed {seed}"

@@ -19,7 +19,7 @@ from torchscout.checkpoint.storage.shard_format import Blob, ShardIdentity, deco
 from torchscout.state import encoding
 from torchscout.state.collect import State, Stateful, StateParts, collect
 from torchscout.state.layout import bytes_of, dtype_named, fill, name_of
-from torchscout.state.restore import restore
+from torchscout.state.restore import require_as_saved, restore
 
 
 def identity(step: int = 1, *, rank: int = 0, world_size: int = 1) -> ShardIdentity:
@@ -87,7 +87,7 @@ class Job:
         return collect(StateParts(self.model, self.optimizers, self.registered))
 
     def restore(self, kept: Any) -> None:
-        restore(StateParts(self.model, self.optimizers, self.registered), kept)
+        require_as_saved(restore(StateParts(self.model, self.optimizers, self.registered), kept), {})
 
 
 def interrupted(make: Any, *, at: int = 3, steps: int = 7, named: Sequence[type] = ()) -> tuple[Job, Job]:

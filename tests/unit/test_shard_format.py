@@ -219,7 +219,7 @@ def test_a_header_that_claims_more_than_there_is_costs_no_memory():
     [
         (lambda s: s[:39], "too few"),
         (lambda s: b"PK" + s[2:], "not a shard: it begins with"),
-        (lambda s: s[:8] + b"\x02" + s[9:], "schema 2, this version reads 1"),
+        (lambda s: s[:8] + b"\x09" + s[9:], "schema 9, this version reads 2"),
         (lambda s: s[:50] + b"?" + s[51:], "the header is damaged"),
     ],
 )

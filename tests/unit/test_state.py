@@ -11,9 +11,10 @@ import torch
 from torch import nn
 
 from tests.support.states import Job, all_bits, interrupted, seed, through_bytes
+from torchscout.c3.signature import recorded, signature
 from torchscout.errors import CheckpointError
 from torchscout.state.collect import StateParts, collect, expected_bytes, require_storable
-from torchscout.state.restore import restore
+from torchscout.state.restore import Restored, require_as_saved, restore
 from torchscout.state.table import Kind
 
 
@@ -243,6 +244,30 @@ def test_a_passing_buffer_that_grew_or_is_made_later_comes_back_as_it_was():
     restore(StateParts(other, [], {}), through_bytes(collect(StateParts(net, [], {}))))
     assert torch.equal(other.angles, net.angles)
     assert torch.equal(other.later, net.later)
+
+
+WEIGHT = torch.arange(6.0).view(2, 3)
+RECORDED = recorded(WEIGHT, signature(WEIGHT))
+OF_A_DEVICE = f"fold:{'0' * 16}"
+
+
+@pytest.mark.parametrize("known", [RECORDED, OF_A_DEVICE, None])
+def test_a_tensor_that_holds_what_was_saved_is_accepted(known: str | None):
+    saved, there = WEIGHT.clone(), WEIGHT.T.contiguous().T  # in another order in memory
+    require_as_saved([Restored("w", there, saved)], {id(saved): known} if known else {})
+
+
+@pytest.mark.parametrize(
+    ("known", "wrong"),
+    [(RECORDED, "both"), (RECORDED, "there"), (OF_A_DEVICE, "there"), (None, "there")],
+)
+def test_a_tensor_that_does_not_hold_what_was_saved_is_named(known: str | None, wrong: str):
+    saved, there = WEIGHT.clone(), WEIGHT.clone()
+    for each in (saved, there) if wrong == "both" else (there,):
+        each[1, 2] = each[1, 2].nextafter(torch.tensor(9.0))
+    restored = [Restored("right", WEIGHT, WEIGHT), Restored("parameter 'w'", there, saved)]
+    with pytest.raises(CheckpointError, match=r"is not what was saved: parameter 'w'$"):
+        require_as_saved(restored, {id(saved): known} if known else {})
 
 
 def test_extra_state_of_modules_is_kept():

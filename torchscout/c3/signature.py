@@ -39,8 +39,10 @@ __all__ = [
     "LastPlan",
     "PendingSignatures",
     "SignaturePlan",
+    "differing",
     "digest",
     "read_signatures",
+    "recorded",
     "signature",
     "signatures",
 ]
@@ -69,6 +71,26 @@ def signature(tensor: Tensor, *, algorithm: Algorithm | str | None = None) -> in
     fold = _fold((tensor,))
     tag = _tag(tensor, used)  # while the device folds
     return _finished(int(fold.item()), tag)
+
+
+def recorded(tensor: Tensor, signature: int) -> str:
+    """Return a signature of this tensor as text, for ``differing``."""
+    return f"{_algorithm_for(tensor, None).value}:{signature % 2**64:016x}"
+
+
+def differing(tensors: Sequence[Tensor], expected: Sequence[tuple[str | None, Tensor]]) -> list[int]:
+    """Return the positions of tensors that do not hold what is ``expected``: the same as when a signature was
+    ``recorded``, or, without one of the same algorithm, the same bytes as another tensor."""
+    found = signatures(tensors)
+    differ = []
+    for place, (tensor, own, (known, other)) in enumerate(zip(tensors, found, expected, strict=True)):
+        if known is not None and known.startswith(f"{_algorithm_for(tensor, None).value}:"):
+            is_same = recorded(tensor, own) == known
+        else:
+            is_same = signature(other, algorithm=_algorithm_for(tensor, None)) == own
+        if not is_same:
+            differ.append(place)
+    return differ
 
 
 def signatures(tensors: Iterable[Tensor], *, algorithm: Algorithm | str | None = None) -> list[int]:

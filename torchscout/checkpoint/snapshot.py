@@ -35,7 +35,7 @@ from typing import Any, ClassVar
 import torch
 
 from torchscout.c3.fold import not_finite_with_torch
-from torchscout.c3.signature import PendingSignatures, read_signatures
+from torchscout.c3.signature import PendingSignatures, read_signatures, recorded
 from torchscout.checkpoint.buffers import Buffer, BufferPool
 from torchscout.checkpoint.gate import Generation, TrustLevel
 from torchscout.checkpoint.storage import shards
@@ -408,9 +408,10 @@ class Snapshots:
         task.may_end.wait()
         if task.given_up is not None:
             raise CheckpointError(task.given_up)
-        _require_sound(task)
+        signatures = _sound(task)
         outline, memory = task.outline, bytes_of(task.buffer.memory)
-        header = outline.header(task.capture.identity, task.role, task.document, digests)
+        proofs = [(digest, signatures.get(name)) for name, digest in zip(task.tensors, digests, strict=True)]
+        header = outline.header(task.capture.identity, task.role, task.document, proofs)
         if len(header) > outline.room:
             outline = self._moved(task, header)
         for end, first in zip((outline.start, *outline.ends), outline.places, strict=False):
@@ -475,8 +476,11 @@ def _digests(task: _Task) -> list[str]:
     return digests
 
 
-def _require_sound(task: _Task) -> None:
-    """Raise ``CheckpointError`` if the state has changed, see [Note: one state], or must not be kept."""
+def _sound(task: _Task) -> dict[str, str]:
+    """Return the signatures of the live tensors, recorded by name.
+
+    Raises ``CheckpointError`` if the state has changed, see [Note: one state], or must not be kept.
+    """
     with ExitStack() as streams:
         for side in task.sides:
             streams.enter_context(side.work())
@@ -490,6 +494,10 @@ def _require_sound(task: _Task) -> None:
         row = task.state.rows.get(name)
         if row is not None and row.must_be_finite:
             raise CheckpointError(f"{name} has NaN or infinity: such state is not kept")
+    return {
+        name: recorded(each, signature)
+        for (name, each), signature in zip(task.live.items(), signatures[0], strict=True)
+    }
 
 
 def _not_finite(task: _Task) -> list[str]:

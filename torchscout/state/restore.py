@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from torchscout.c3.signature import differing
 from torchscout.errors import CheckpointError
 from torchscout.state.collect import StateParts, class_name, devices_of, walk
 from torchscout.state.layout import (
@@ -28,10 +29,12 @@ from torchscout.state.layout import (
     layout_of,
     name_of,
     placement_from_json,
+    why_not_bytes,
 )
 from torchscout.utils._torch import local_of
+from torchscout.utils.text import listed
 
-__all__ = ["random_state_mismatch", "restore", "restore_random_state"]
+__all__ = ["Restored", "random_state_mismatch", "require_as_saved", "restore", "restore_random_state"]
 
 _MOST_REASONS = 8
 _COMPARED = {
@@ -44,7 +47,16 @@ _COMPARED = {
 """What must be the same of a DTensor's distribution, with its title."""
 
 
-def restore(parts: StateParts, tree: Any) -> None:
+class Restored(NamedTuple):
+    """A tensor of a model or of an optimizer that was restored."""
+
+    name: str
+    tensor: torch.Tensor
+    """This rank's part of it."""
+    saved: torch.Tensor
+
+
+def restore(parts: StateParts, tree: Any) -> list[Restored]:
     """Restore the state that ``collect`` returned, including the optimizers' settings.
 
     Raises ``CheckpointError`` if it does not fit, and then changes nothing. If a registered object raises,
@@ -62,6 +74,27 @@ def restore(parts: StateParts, tree: Any) -> None:
     plan.refuse_if(random_state_mismatch(tree["rng"], parts.tensors))
     plan.carry_out()
     restore_random_state(tree["rng"], parts.tensors)
+    return plan.restored
+
+
+def require_as_saved(restored: Sequence[Restored], signatures: Mapping[int, str]) -> None:
+    """Raise ``CheckpointError`` unless each tensor holds what was saved.
+
+    ``signatures`` were recorded where it was captured, by the ``id`` of the saved tensor. So nothing between
+    that device and this one has changed a bit. A tensor without one, or now on another kind of device, is
+    compared with the bytes that were read.
+    """
+    readable = [
+        each for each in restored if why_not_bytes(each.tensor) is None and not _is_freed(each.tensor)
+    ]
+    expected = [(signatures.get(id(each.saved)), each.saved) for each in readable]
+    if wrong := differing([each.tensor for each in readable], expected):
+        names = listed([readable[place].name for place in wrong], most=_MOST_REASONS)
+        raise CheckpointError(f"the restored state is not what was saved: {names}")
+
+
+def _is_freed(tensor: torch.Tensor) -> bool:
+    return not tensor.untyped_storage().nbytes()
 
 
 class _Load(NamedTuple):
@@ -82,6 +115,8 @@ class _Plan:
         """Why not to restore."""
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         """Existing tensors, each with the saved one to copy into it."""
+        self.restored: list[Restored] = []
+        """All tensors that are copied or made."""
         self._replaced: dict[int, torch.Tensor] = {}
         """What takes the place of saved tensors, by their id: a shared tensor stays shared."""
         self._loads: list[_Load] = []
@@ -123,6 +158,7 @@ class _Plan:
                 self.refuse_if(f"{title} {why}")
             else:
                 self._copies.append((local, tensor))
+                self.restored.append(Restored(title, local, tensor))
                 self._replaced[id(tensor)] = own[name]
 
     def add_caches(self, saved: Mapping[str, torch.Tensor]) -> None:
@@ -205,6 +241,7 @@ class _Plan:
                     self._replaced[id(tensor)] = present
                 else:
                     self._replaced[id(tensor)] = self._rebuilt(tensor, place, parameter)
+                self.restored.append(Restored(place, local_of(self._replaced[id(tensor)]), tensor))
             return self._replaced[id(tensor)]
 
         return walk(saved, path, replaced, own)

@@ -141,7 +141,10 @@ def _rewrite_shard(path: Path, job: str) -> str | None:
             return None
         with path.open("rb") as file:
             header, tensors = decode(memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)))
-        blobs = [Blob(each.name, each.dtype, each.shape, tensors[each.name]) for each in header.entries]
+        blobs = [
+            Blob(each.name, each.dtype, each.shape, tensors[each.name], signature=each.signature)
+            for each in header.entries
+        ]
         identity = replace(header.identity, job=job)
         shards.replace(path, encode(identity, header.role, header.document, blobs))
     except DamagedError as error:

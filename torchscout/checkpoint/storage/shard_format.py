@@ -56,7 +56,7 @@ __all__ = [
 # take the size of a shard from its header, and ignore what follows. Files on disk, and copies that are
 # received, end with the shard.
 MAGIC = b"SCOUT\x00\x1a\n"
-SCHEMA = 1
+SCHEMA = 2
 ALIGNMENT = 64
 _PREFIX = struct.Struct("<8sIIQ16s")
 PREFIX_BYTES = _PREFIX.size
@@ -64,7 +64,7 @@ _DIGESTED = PREFIX_BYTES - 16
 
 _MAX_DIMENSIONS = 64
 _MAX_BYTES = 1 << 62
-_NO_DIGEST = "0" * 32
+_NO_PROOF = ("0" * 32, "0" * 21)
 
 Buffer = bytes | bytearray | memoryview
 
@@ -114,6 +114,8 @@ class Blob:
     data: Buffer
     owner: object = None
     """The object that owns the memory, to keep it alive."""
+    signature: str | None = None
+    """See ``Entry.signature``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +130,8 @@ class Entry:
     length: int
     digest: str
     """xxh3-128, 32 hex digits."""
+    signature: str | None = None
+    """``c3.signature.recorded`` of the tensor that was captured; None if it was not signed."""
 
     @property
     def end(self) -> int:
@@ -182,11 +186,18 @@ class Outline:
         self.size = self.ends[-1] if self.ends else self.start
 
     def header(
-        self, identity: ShardIdentity, role: TrustLevel, document: Any, digests: Sequence[str] | None = None
+        self,
+        identity: ShardIdentity,
+        role: TrustLevel,
+        document: Any,
+        proofs: Sequence[tuple[str, str | None]] | None = None,
     ) -> bytes:
-        """The header, given the tensors' digests. Without them it has the same length."""
-        digests = [_NO_DIGEST] * len(self._rows) if digests is None else digests
-        rows = [{**row, "digest": each} for row, each in zip(self._rows, digests, strict=True)]
+        """The header, given the tensors' digests and signatures. Without them it is no shorter."""
+        proofs = [_NO_PROOF] * len(self._rows) if proofs is None else proofs
+        rows = [
+            {**row, "digest": digest, "signature": signature}
+            for row, (digest, signature) in zip(self._rows, proofs, strict=True)
+        ]
         fields = {"identity": identity.to_json(), "role": role.value, "tensors": rows, "document": document}
         return json.dumps(fields, allow_nan=False, separators=(",", ":")).encode()
 
@@ -208,8 +219,8 @@ def encode(identity: ShardIdentity, role: TrustLevel, document: Any, blobs: Sequ
                 f"not {len(blob.data)}"
             )
     tensors = [(blob.name, blob.dtype, blob.shape) for blob in blobs]
-    digests = [digest(blob.data) for blob in blobs]
-    header = Outline(tensors, 0).header(identity, role, document, digests)
+    proofs = [(digest(blob.data), blob.signature) for blob in blobs]
+    header = Outline(tensors, 0).header(identity, role, document, proofs)
     outline = Outline(tensors, len(header))
     pieces: list[Buffer] = [outline.head(header)]
     position = len(pieces[0])
@@ -300,19 +311,23 @@ def _header(document: Any, start: int, size: int) -> Header:
     return Header(identity, TrustLevel(fields["role"]), fields["document"], entries, start, end)
 
 
+_COLUMNS = {"name", "dtype", "shape", "length", "offset", "digest", "signature"}
+
+
 def _entries(table: list[Any], start: int) -> Iterator[Entry]:
     first = end = _aligned(start)
     for row in table:
-        fields = _object(row, {"name", "dtype", "shape", "length", "offset", "digest"}, "tensor")
-        name, shape, value = fields["name"], fields["shape"], fields["digest"]
-        if not isinstance(name, str) or not isinstance(shape, list) or not isinstance(value, str):
+        fields = _object(row, _COLUMNS, "tensor")
+        name, shape, value, signature = (fields[each] for each in ("name", "shape", "digest", "signature"))
+        texts = (name, value, signature or "")
+        if not isinstance(shape, list) or not all(isinstance(each, str) for each in texts):
             raise ValueError(f"not a tensor's description: {row!r:.80}")
         length = _bytes_of(fields["dtype"], shape)
         if not is_number(fields["length"]) or fields["length"] != length:
             raise ValueError(f"tensor {name!r:.80} has {length} bytes, not {fields['length']!r:.40}")
         if not is_number(fields["offset"]) or first + fields["offset"] != _aligned(end):
             raise ValueError(f"tensor {name!r:.80} does not lie at {fields['offset']!r:.40}")
-        entry = Entry(name, fields["dtype"], tuple(shape), _aligned(end), length, value)
+        entry = Entry(name, fields["dtype"], tuple(shape), _aligned(end), length, value, signature)
         end = entry.end
         yield entry
 

@@ -12,7 +12,7 @@ import os
 import secrets
 import shutil
 import stat
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,6 +66,8 @@ class Restored:
 
     header: Header
     tree: Any
+    signatures: Mapping[int, str]
+    """Those that were recorded of tensors in the tree, by the ``id`` of the tensor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +135,8 @@ def load(path: Path | str, named: Iterable[type] = ()) -> Restored:
         header = _header(file, size)
         check_padding(header, lambda offset, length: _read(file, offset, length))
         tensors = {entry.name: _tensor(file, entry) for entry in header.entries}
-        return Restored(header, decode(header.document, tensors, named))
+        recorded = {id(tensors[each.name]): each.signature for each in header.entries if each.signature}
+        return Restored(header, decode(header.document, tensors, named), recorded)
 
 
 def read_tensor(path: Path | str, entry: Entry) -> Any:

@@ -311,7 +311,8 @@ class CheckpointManager:
         links = Links(self._communicators.exchange, self._communicators.group)
         fetched = fetch(self._member, wanted, (self._memory, self._disk), links, shards.load)
         self._problems.add(fetched.demoted, are_logged=True)
-        restore_together(fetched.generation, self._state(), fetched.value.tree, self._communicators)
+        saved = fetched.value
+        restore_together(fetched.generation, self._state(), saved.tree, self._communicators, saved.signatures)
         return fetched
 
     def _resumed(self, gate: CheckpointGate, loaded: Loaded) -> Resumption:

@@ -18,6 +18,7 @@ from torchscout.communicators import Communicators
 from torchscout.errors import CheckpointError, UnavailableError
 from torchscout.log import log
 from torchscout.session.checkpoints.resumption import (
+    DifferentError,
     Load,
     PreviousRun,
     RankRemains,
@@ -93,6 +94,8 @@ class Resharding:
                 return self._same([generation]), ""
             except UnavailableError as error:
                 return None, str(error)
+            except DifferentError:
+                raise
             except CheckpointError as error:  # the same on every rank
                 if self._member.rank == 0:
                     log.info("%s is resharded, because it does not fit as it is: %s", generation, error)

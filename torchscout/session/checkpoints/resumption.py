@@ -7,10 +7,11 @@ before all of this has succeeded: a job that is killed meanwhile finds everythin
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from torchscout.checkpoint import ledger
@@ -31,13 +32,15 @@ from torchscout.checkpoint.storage.inventory import Member
 from torchscout.checkpoint.storage.shard_files import shard_files
 from torchscout.communicators import Communicators
 from torchscout.decision.types import Failure
-from torchscout.errors import CheckpointError, ScoutError, UnavailableError
+from torchscout.errors import CheckpointError, ScoutError, UnavailableError, describe_error
+from torchscout.log import log
 from torchscout.state.collect import StateParts
-from torchscout.state.restore import restore
+from torchscout.state.restore import require_as_saved, restore
 from torchscout.utils.text import spans
 
 __all__ = [
     "WAYS_OUT",
+    "DifferentError",
     "Loaded",
     "NoUsableCheckpointError",
     "PreviousRun",
@@ -248,6 +251,14 @@ def _obstacle(remains: Sequence[RankRemains]) -> str | None:
     )
 
 
+class DifferentError(CheckpointError):
+    """A rank's state was not restored as it was saved, although the file is intact."""
+
+    def __init__(self, generation: Generation, reason: str) -> None:
+        super().__init__(f"{generation} was not restored as it was saved: {reason}")
+        self.generation = generation
+
+
 class NoUsableCheckpointError(UnavailableError):
     """The loaded state must not be trained on, and there is no other checkpoint."""
 
@@ -297,7 +308,15 @@ def load_first_usable(
     lost: list[Generation] = []
     full: SweepReport | None = None
     while True:
-        fetched = load(wanted)
+        try:
+            fetched = load(wanted)
+        except DifferentError as error:
+            log.error("%s", error)
+            lost.append(error.generation)
+            wanted = [each for each in wanted if each < error.generation]
+            if not wanted:  # they stay as they are: on other machines they may be restored
+                raise UnavailableError(f"No checkpoint could be restored as it was saved: {error}") from None
+            continue
         lost += [skipped for skipped, _ in fetched.plan.passed]
         swept = None if sweep is None else sweep(fetched.step, decision.is_swept)
         if decision.is_swept:
@@ -327,15 +346,30 @@ def _confirmed(gate: CheckpointGate, lost: Sequence[Generation], swept: SweepRep
 
 
 def restore_together(
-    generation: Generation | None, parts: StateParts, tree: Any, communicators: Communicators
+    generation: Generation,
+    parts: StateParts,
+    tree: Any,
+    communicators: Communicators,
+    signatures: Mapping[int, str] = MappingProxyType({}),
 ) -> None:
     """Load a state into the model, the optimizers and the rest; if one rank fails, all raise
-    ``CheckpointError``."""
+    ``CheckpointError``.
+
+    If what one rank then holds is not what was saved, see ``require_as_saved``, all raise ``DifferentError``.
+    """
     problem: str | None = f"{generation} could not be restored"
     try:
-        restore(parts, tree)
+        restored = restore(parts, tree)
         problem = None
     except ScoutError as error:
         problem = str(error)
     finally:  # whatever a user's load_state_dict raises: the others must not wait for this rank
         communicators.together(problem, CheckpointError)
+    try:
+        require_as_saved(restored, signatures)
+    except (ScoutError, RuntimeError, ValueError) as error:
+        problem = describe_error(error)
+    try:
+        communicators.together(problem)
+    except ScoutError as error:
+        raise DifferentError(generation, str(error)) from None
