@@ -59,7 +59,7 @@ from torchscout.checkpoint.storage.shard_files import shard_files
 from torchscout.checkpoint.storage.shard_format import Blob, encode
 from torchscout.config import CheckpointConfig, ReplayConfig
 from torchscout.decision.types import Failure
-from torchscout.errors import ChannelError, CheckpointError, UnavailableError
+from torchscout.errors import ChannelError, CheckpointError, ScoutError, UnavailableError
 from torchscout.faults.storage import block_ledger
 from torchscout.session import reconnection
 from torchscout.session.checkpoints.resharding import Resharding
@@ -205,7 +205,8 @@ class _Scene:
 
         def load(wanted: Sequence[Generation]) -> Fetched[Any]:
             fetched = fetch(member, wanted, folders, links, shards.load)
-            restore_together(fetched.generation, parts, fetched.value.tree, communicators)
+            saved = fetched.value
+            restore_together(fetched.generation, parts, saved.tree, communicators, saved.signatures)
             return fetched
 
         remains = peers.exchange(RankRemains.found(folders, member).to_json())
@@ -321,7 +322,7 @@ def _mesh(machines: str) -> str:
     return f"replica {len(machines)}"
 
 
-def _together(peers: ThreadPeers, problem: str | None, error: type[Exception]) -> None:
+def _together(peers: ThreadPeers, problem: str | None, error: type[Exception] = ScoutError) -> None:
     if any(problems := peers.exchange(problem)):
         raise error(str(problems))
 
