@@ -62,6 +62,7 @@ from torchscout.decision.types import Failure
 from torchscout.errors import ChannelError, CheckpointError, ScoutError, UnavailableError
 from torchscout.faults.storage import block_ledger
 from torchscout.session import reconnection
+from torchscout.session.checkpoints.manager import CheckpointManager
 from torchscout.session.checkpoints.resharding import Resharding
 from torchscout.session.checkpoints.resumption import (
     PreviousRun,
@@ -71,6 +72,7 @@ from torchscout.session.checkpoints.resumption import (
     restore_together,
 )
 from torchscout.session.reconnection import Proposal, Reconnection
+from torchscout.session.session import Session
 from torchscout.state.collect import StateParts, collect, random_state
 from torchscout.state.layout import bytes_of, name_of
 from torchscout.state.restore import restore_random_state
@@ -504,12 +506,19 @@ def resumed_job(given: Job, folder: Path) -> tuple[int, str, bool, tuple[str, ..
     return *found, tuple(sorted({path.relative_to(folder).parts[0] for path in of_then}))
 
 
+def _is_in_files(session: Session) -> bool:
+    """Whether nothing is being written. What a check has just made due is captured in the next step."""
+    manager = session._checkpoints
+    assert isinstance(manager, CheckpointManager)
+    due = manager._gate.writing
+    return due is None or due == manager._gate.pending or manager._writer.is_written(due)
+
+
 def _train(
     rank: int, folder: Path, last: int, is_killed: bool, layout: str | None = None
 ) -> tuple[int, str | None, bool]:
     """The step and trust of what was loaded, and whether its weights are bitwise what they were."""
     os.environ["TORCHSCOUT_MEMORY"] = str(folder / "memory")
-    size = dist.get_world_size()
     torch.manual_seed(0)
     model = nn.parallel.DistributedDataParallel(nn.Linear(4, 4))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -527,9 +536,7 @@ def _train(
         optimizer.zero_grad()
         model(torch.full((2, 4), float(step))).square().sum().backward()
         optimizer.step()
-        if step > resumed.step + 1:  # this update completes the capture of the step before
-            names = f"files/step-{step - 1:010d}.*/*.shard"
-            until(lambda names=names: len([*folder.glob(names)]) == size, names)
+        until(partial(_is_in_files, session), "what is due is in files")
         if is_killed and step == last:
             dist.barrier()  # every rank has seen it
             os.kill(os.getpid(), signal.SIGKILL)
