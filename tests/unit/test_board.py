@@ -409,6 +409,24 @@ def test_the_last_report_of_an_observer_that_left_counts(board: Board, in_round:
     assert board.kinds(2) == []
 
 
+def test_the_report_of_a_trainer_that_has_ended_counts_in_later_rounds(board: Board):
+    """Its container may be removed with its observer before an absence is confirmed."""
+    board.join(0, 1)
+    board.confirms = True
+    board.announce(0)
+    for rank, state in ((0, report(0)), (1, report(1, Process.GONE, gone_seconds=1.0))):
+        board.until(lambda rank=rank: "ask" in board.kinds(rank))
+        board.clients[rank].post(0, "report", state, 1)
+    board.until(lambda: board.rounds)
+    board.clients.pop(1).close()
+    board.until(lambda: not board.reaches(1))
+    board.now = CONFIRMING_SECONDS
+    last = board.hold_round_until_deadline(0, is_announced=False)
+    assert board.answered == [[0, 1], [0, 1]]
+    assert (last.confirmed, board.hub.left) == ({2}, set())
+    assert last.reports[1].gone_seconds == 1.0 + board.now
+
+
 @pytest.mark.parametrize("in_round", [True, False], ids=["in the round", "after the round"])
 @pytest.mark.parametrize(("step", "is_over"), [(4, True), (3, False)], ids=["went on", "did not"])
 def test_an_incident_is_over_if_its_rank_goes_on_and_leaves_before_it_knows(
