@@ -71,7 +71,12 @@ def ended(how: str, folder: Path, is_over: Callable[[Path, list[int]], bool]) ->
 
 def reported_everywhere(how: str, folder: Path) -> Incident:
     """Return the one incident of the job, which is in its run directory and output, and was posted."""
-    job = ended(how, folder, lambda run_dir, _: bool(incidents(run_dir)))
+
+    def is_shown(run_dir: Path, _: list[int]) -> bool:
+        said = run_dir.with_name("output").read_text()
+        return any(each.sentence in said for each in incidents(run_dir))
+
+    job = ended(how, folder, is_shown)
     (incident,) = job.incidents
     assert job.posted == [incident.id]
     assert job.output.count(incident.sentence) == 1, job.output

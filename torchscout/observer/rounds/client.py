@@ -176,6 +176,10 @@ class RoundClient:
             self._check_phases(now)
         elif self.trainer.is_verdict_due and not self._has_announced_end:
             self._has_announced_end, self._concluded_at = True, None
+            # To every hub, because this machine may be gone before it is asked by the one that finds out.
+            report = self.trainer.report(self.silence.config, 0.0, now)
+            for hub in range(len(self._client.sockets)):
+                self._client.post(hub, "report", report)
             self._announce(now)
         self._check_relay(now)
         self.election.tick(now, self.silence.config.election_seconds)
