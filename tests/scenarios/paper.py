@@ -220,6 +220,10 @@ class Job:
         assert connection in CONNECTIONS
         return self._add("no_answer", ranks, connection=connection)
 
+    def record_end(self, *ranks: int) -> Job:
+        """The run directory says that these ranks were asked to end."""
+        return self._add("record_end", ranks)
+
     def answer(self, *ranks: int) -> Job:
         """They answer again."""
         return self._add("answer", ranks)

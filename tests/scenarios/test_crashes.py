@@ -71,6 +71,37 @@ ROWS = [
         given=waiting_for(2).end("asked", 2).ask(),
         must_come=[crash([2], "rank", "restart")],
     ),
+    # A launcher asks all of them to end, which is no crash.
+    Row(
+        "all ranks are asked to end, one after the other, and one of them only after the others were heard",
+        given=replicas().work("forward", *EVERYBODY).end("asked", 0, 1, 3).ask(0.1).end("asked", 2).ask(0.5),
+        must_come=[],
+        never=EVERYBODY,
+    ),
+    Row(
+        "the same in the middle of a long operation",
+        given=replicas()
+        .enter("world", *EVERYBODY)
+        .seconds(60)
+        .end("asked", 0, 1, 3)
+        .ask(0.1)
+        .end("asked", 2)
+        .ask(0.5),
+        must_come=[],
+        never=EVERYBODY,
+    ),
+    Row(
+        "all ranks of a job that has hung for an hour are asked to end",
+        given=waiting_for(2).seconds(3600).end("asked", *EVERYBODY).ask(0.5),
+        must_come=[],
+    ),
+    Row(
+        "two ranks are asked to end three seconds apart, and the others wait for them by then",
+        given=waiting_for(2).end("asked", 2).seconds(3).end("asked", 0).ask(0.1),
+        must_come=[],
+        never=EVERYBODY,
+    ),
+    # What ends them is something else.
     Row(
         "a rank ends inside the operation that all have entered",
         given=replicas().enter("world", *EVERYBODY).end("failed", 2).ask(),

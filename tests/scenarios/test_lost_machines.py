@@ -306,6 +306,76 @@ ROWS = [
         ),
         must_come=[lost([2, 3], "machine", "replace")],
     ),
+    Row(
+        "a machine is lost, and a launcher ends the others inside the operation in which they wait for it",
+        given=confirmed(
+            replicas(6)
+            .enter("world", 0, 1, 4, 5)
+            .no_answer(2, 3, connection="closed")
+            .seconds(2)
+            .end("asked", 0, 1, 4, 5)
+        ),
+        must_come=[lost([2, 3], "machine", "replace")],
+    ),
+    Row(
+        "a launcher ends a job, and the observers of one machine are too busy to answer at first",
+        given=replicas(6)
+        .work("forward", *range(6))
+        .end("asked", *range(6))
+        .no_answer(2, 3)
+        .ask(0.1)
+        .answer(2, 3)
+        .ask(3.5),
+        must_come=[],
+        never=range(6),
+    ),
+    Row(
+        "a launcher ends a job one machine after the other, and removes each with its observers",
+        given=confirmed(
+            replicas(6)
+            .work("forward", *range(6))
+            .end("asked", 2, 3)
+            .record_end(2, 3)
+            .no_answer(2, 3)
+            .seconds(5)
+            .end("asked", 0, 1, 4, 5)
+        ),
+        must_come=[],
+        never=range(6),
+    ),
+    Row(
+        "the same, and another machine was lost before",
+        given=confirmed(
+            replicas(8)
+            .enter("world", *range(6))
+            .no_answer(6, 7)
+            .end("asked", 2, 3)
+            .record_end(2, 3)
+            .no_answer(2, 3)
+            .seconds(5)
+            .end("asked", 0, 1, 4, 5)
+        ),
+        must_come=[lost([6, 7], "machine", "replace")],
+        never=range(6),
+    ),
+    Row(
+        "a launcher ends a job, and a rank is not watched any more: nobody expects its answer",
+        given=confirmed(
+            replicas()
+            .work("forward", *EVERYBODY)
+            .no_answer(2, connection="closed")
+            .record_end(2)
+            .end("asked", 0, 1, 3)
+        ),
+        must_come=[],
+        never=EVERYBODY,
+    ),
+    Row(
+        "a launcher ends the only rank that answers: it may be cut off from all others",
+        given=confirmed(replicas().enter("world", *EVERYBODY).no_answer(0, 1, 2).end("asked", 3)),
+        must_come=either([hang(EVERYBODY, "job", "inspect")], [hang(EVERYBODY, "job", "preflight")]),
+        never=EVERYBODY,
+    ),
     # Too few answer.
     Row(
         "two machines of three answer, and all ranks have entered the operation",

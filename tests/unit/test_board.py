@@ -35,6 +35,7 @@ from torchscout.utils.packed_lists import unpack
 
 TOKEN = network.new_token()
 CONFIG = ObserverConfig(address="127.0.0.1")
+LATE = 100.0
 WORLD = CommGroup("world", (0, 1, 2), "world")
 
 
@@ -361,10 +362,30 @@ def test_the_end_of_a_trainer_during_a_round_does_not_make_that_round_a_repeated
     writer.failing()
     trainer.look(0.0)
     rounds.tick(0.0)
-    board.until(lambda: board.hub.tally.received == 3)
+    board.until(lambda: board.hub.tally.received == 4)
     board.report_all(0, 2)
     board.until(lambda: board.rounds)
     assert [each.is_repeat for each in board.rounds] == [False]
+    writer.close()
+
+
+@pytest.mark.parametrize(("mark", "words"), [("asked", "was terminated"), ("failing", "failed")])
+def test_without_a_hub_an_observer_records_how_its_trainer_ended(
+    board: Board, tmp_path: Path, mark: str, words: str
+):
+    writer, found = ProgressWriter.create(tmp_path, 1), list[EvidenceRecord]()
+    writer.advance(Phase.FORWARD)
+    trainer, client = TrainerView(writer.path, None), Client(board.context, 1, TOKEN, [])
+    rounds = RoundClient(trainer, client, CONFIG, found.append, print, print, 3)
+    getattr(writer, mark)()
+    trainer.look(0.0)
+    rounds.tick(0.0)
+    assert rounds.is_in_round
+    rounds.tick(LATE)
+    assert [each.reason for each in found] == [
+        f"the trainer of rank 1 {words}; no hub answers, and no other can be elected"
+    ]
+    assert not rounds.is_in_round
     writer.close()
 
 
@@ -407,6 +428,26 @@ def test_the_last_report_of_an_observer_that_left_counts(board: Board, in_round:
     assert board.answered == [[0, 1, 2]]
     assert board.rounds[0].reports[2].gone_seconds == 1.25, "counted until now"
     assert board.kinds(2) == []
+
+
+@pytest.mark.parametrize("in_round", [True, False], ids=["in a round", "before any round"])
+def test_the_report_of_a_trainer_that_has_ended_counts_in_later_rounds(board: Board, in_round: bool):
+    """Its container may be removed with its observer before an absence is confirmed."""
+    board.join(0, 1)
+    board.confirms = True
+    if in_round:
+        board.announce(0)
+        board.until(lambda: "ask" in board.kinds(1))
+        board.report_all(0)
+    board.clients[1].post(0, "report", report(1, Process.GONE, gone_seconds=1.0), int(in_round))
+    board.until(lambda: board.rounds if in_round else board.hub.tally.received)
+    board.clients.pop(1).close()
+    board.until(lambda: not board.reaches(1))
+    board.now = CONFIRMING_SECONDS
+    last = board.hold_round_until_deadline(0, is_announced=not in_round)
+    assert board.answered == [[0, 1]] * (1 + in_round)
+    assert (last.confirmed, board.hub.left) == ({2} if in_round else set(), set())
+    assert last.reports[1].gone_seconds == 4.0
 
 
 @pytest.mark.parametrize("in_round", [True, False], ids=["in the round", "after the round"])

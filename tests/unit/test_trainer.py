@@ -124,6 +124,31 @@ def test_a_trainer_that_an_exception_ends_has_failed_before_its_process_is_gone(
     assert report.gone_seconds is not None
 
 
+@pytest.mark.parametrize("has_begun", [True, False])
+def test_a_trainer_that_sigterm_ends_is_asked_about_if_it_has_trained(
+    writer: ProgressWriter, has_begun: bool
+):
+    if has_begun:
+        writer.advance(Phase.FORWARD)
+    trainer = TrainerView(writer.path, None)
+    assert reported(trainer).gone_seconds is None
+    assert not trainer.is_verdict_due
+    writer.asked()
+    report = reported(trainer)
+    assert (trainer.ending, report.how, report.process) == (Ending.ASKED, "asked", Process.GONE)
+    assert report.gone_seconds is not None
+    assert trainer.is_verdict_due is has_begun
+
+
+@pytest.mark.parametrize("marks", [["failing", "asked"], ["asked", "failing"]])
+def test_a_trainer_that_fails_was_not_asked(writer: ProgressWriter, marks: list[str]):
+    """A launcher ends it while the exception does."""
+    for each in marks:
+        getattr(writer, each)()
+    trainer = TrainerView(writer.path, None)
+    assert reported(trainer).how == "failed"
+
+
 @pytest.mark.parametrize(
     ("silent", "is_inside", "near_timeout", "has_timed_out"),
     [

@@ -31,6 +31,9 @@ _DYING_SECONDS = 1.0
 _TOGETHER_SECONDS = 0.02
 """Trainers that ended within this time of the first one ended together, if nothing shows which one caused it.
 Later ones are a consequence: a lost connection, or a launcher that cleans up, soon ends the others."""
+_ASKING_SECONDS = 4.0
+"""Within that time of the last one, a launcher that ends a job may ask another trainer to end. Less than the
+silence after which other ranks count as waiting for those."""
 _KILLED_SECONDS, _UNKNOWN_SECONDS = 1.0, 0.1
 """A lost connection kills nobody, and a launcher that cleans up asks first. So trainers that were killed
 within the first time of each other were killed together if they are a whole job or machine. So were those
@@ -50,13 +53,16 @@ class Round:
     """Ranks that did not answer in a round that began at least 3 s earlier either."""
     closed: Collection[int] = ()
     """Ranks whose observers have closed their connections, so that their host is up."""
+    not_expected: Collection[int] = ()
+    """Ranks that need not answer: they are known to have finished, to have been asked to end, or to have lost
+    their observer."""
     absent: str = "did not answer"
     """What sentences say about a rank without a report."""
 
     @cached_property
     def missing(self) -> frozenset[int]:
-        """Ranks that did not answer."""
-        return frozenset(range(len(self.mesh))) - self.reports.keys()
+        """Ranks that should have answered and did not."""
+        return frozenset(range(len(self.mesh))) - self.reports.keys() - {*self.not_expected}
 
     @cached_property
     def lost(self) -> frozenset[int]:
@@ -99,13 +105,14 @@ def diagnose(observed: Round) -> Diagnosis:
     """Explain why the job does not move, or who has ended.
 
     1. Restarting: the cause is known, and ranks that do not know it yet fail as they lose their peers.
-    2. Timed out: NCCL's watchdog and Gloo's timeout end the ranks that wait, not the one they wait for.
-    3. Diverged: the library may end or block a rank because of what another one issued.
-    4. Gone: a trainer that ended is named unless it did so because of another.
-    5. Lost machines and late ranks: those that others wait for and that wait for nobody.
-    6. Cycles: ranks that wait for each other.
-    7. Stalls: no rank is behind, and an operation does not return.
-    8. Devices that do not finish, though no observed operation explains it.
+    2. Asked: a launcher ends the whole job, and nobody is missing.
+    3. Timed out: NCCL's watchdog and Gloo's timeout end the ranks that wait, not the one they wait for.
+    4. Diverged: the library may end or block a rank because of what another one issued.
+    5. Gone: a trainer that ended is named unless it did so because of another.
+    6. Lost machines and late ranks: those that others wait for and that wait for nobody.
+    7. Cycles: ranks that wait for each other.
+    8. Stalls: no rank is behind, and an operation does not return.
+    9. Devices that do not finish, though no observed operation explains it.
 
     Silence without a wait is a pause: an evaluation, a long computation, a debugger on a rank that no other
     rank needs yet.
@@ -113,6 +120,8 @@ def diagnose(observed: Round) -> Diagnosis:
     if any(each.is_restarting for each in observed.reports.values()):
         return Diagnosis()
     case = _Case(observed)
+    if not observed.missing and case.is_being_ended():
+        return Diagnosis()
     found = case.timed_out() or case.explained()
     may_be_dying = case.peers_may_be_dying() or case.rest_may_be_dying()
     if may_be_dying and any(each.manifestation is Manifestation.CRASH for each in found):
@@ -141,6 +150,13 @@ class _Case:
         """Ranks whose trainers ended early."""
         self._moves = any(each.moving for each in observed.reports.values())
         self._ends_soon = any(each.near_timeout for each in observed.reports.values())
+
+    def is_being_ended(self) -> bool:
+        """Whether all trainers were asked to end, or some have just been: others may be asked next."""
+        ends = [self._reports[rank] for rank in self.gone]
+        seconds = [each.gone_seconds or 0.0 for each in ends if each.how == "asked"]
+        is_asking = len(ends) == len(self._reports) or min(seconds, default=0.0) < _ASKING_SECONDS
+        return bool(ends) and len(seconds) == len(ends) and is_asking
 
     def peers_may_be_dying(self) -> bool:
         """Whether trainers have just failed inside operations, and nothing shows why.

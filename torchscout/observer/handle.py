@@ -164,6 +164,10 @@ class ObserverHandle:
             if self._metrics is not None:
                 self.leave_metrics(self._metrics)
 
+    def let_go(self) -> None:
+        """Do not start it again: this process ends, and its observer leaves once it is known why."""
+        self._closing = True
+
     def kill(self) -> None:
         self._closing = True
         self._process.kill()

@@ -64,6 +64,11 @@ class HangMonitor:
         """Whether the observer has ended for good."""
         return self.observer.is_lost
 
+    def announce_end(self, *, has_failed: bool) -> None:
+        """Have the observers find out why this process ends: it has failed, or was asked to."""
+        self.observer.let_go()
+        (self.writer.failing if has_failed else self.writer.asked)()
+
     def close(self) -> None:
         """Undo everything, last first; the observer sees that the trainer has finished."""
         self.writer.finished()

@@ -24,7 +24,7 @@ import threading
 import time
 import traceback
 from collections import defaultdict, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import cached_property, partial
@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any
 
 import zmq
 
-from torchscout.decision.progress import Phase
+from torchscout.decision.progress import Phase, Process
 from torchscout.decision.types import EvidenceRecord, Incident, Manifestation, Resolved, from_json
 from torchscout.log import timed
 from torchscout.observer.late_decision import LateDecision
@@ -46,7 +46,14 @@ from torchscout.observer.rounds.reported_incidents import Finding
 from torchscout.observer.silence import SilenceDetector
 from torchscout.observer.spec import ObserverSpec, mesh_from, relay_ranks
 from torchscout.observer.trainer import Ending, TrainerView
-from torchscout.run.folder import HEARTBEAT_SECONDS, End, Heartbeat, read_end
+from torchscout.run.folder import (
+    HEARTBEAT_SECONDS,
+    End,
+    Heartbeat,
+    read_departed,
+    read_end,
+    read_unwatched,
+)
 from torchscout.run.notify import Poster, line_about, show
 from torchscout.run.writer import RunWriter, line_of
 from torchscout.utils import child_process
@@ -317,13 +324,29 @@ class ObserverProcess:
 
         try:
             found = diagnose(
-                Round(gathered.reports, self._mesh, gathered.is_repeat, gathered.confirmed, gathered.closed)
+                Round(
+                    gathered.reports,
+                    self._mesh,
+                    gathered.is_repeat,
+                    gathered.confirmed,
+                    gathered.closed,
+                    self._not_expected(gathered.reports),
+                )
             )
             stamped = [*map(self._stamped, found.incidents)]
             return Outcome(stamped, found.needs_another_round, found.is_early)
         except MISTAKES as error:
             self._report_failure(gathered.reports, error, "progress", Manifestation.HANG)
             return Outcome()
+
+    def _not_expected(self, reports: Mapping[int, RankReport]) -> Collection[int]:
+        """Return the ranks that need not answer while the job is being ended, as the run directory says."""
+        is_asked = any(each.how == "asked" for each in reports.values())
+        if not is_asked or len(reports) == self._spec.size:
+            return ()  # a file system that hangs does not matter
+        with suppress(OSError):
+            return [*read_departed(self._spec.run_dir), *read_unwatched(self._spec.run_dir)]
+        return ()
 
     def _compare(self, reports: Mapping[int, RankReport]) -> list[Incident]:
         from torchscout.decision.straggler import PhaseStragglers, is_known
@@ -372,15 +395,21 @@ class ObserverProcess:
         self._write(item)
         if self._poster is not None:
             self._poster.post(item)
-        if isinstance(item, Incident) and item.manifestation is Manifestation.CRASH:
+        if isinstance(item, Incident) and (
+            item.manifestation is Manifestation.CRASH or self._is_trainer_gone
+        ):
             show(timed(line_about(item, self._spec.run)), self._outputs())
+
+    @property
+    def _is_trainer_gone(self) -> bool:
+        return self._trainer.reader.trainer() is Process.GONE
 
     def _outputs(self) -> list[int | str]:
         """Where the job's own output goes, the most likely first."""
         own: list[int | str] = [] if self._spec.output is None else [self._spec.output]
         pid, started = self._spec.launcher or (0, 0)
         launcher = process_stat(pid) if pid else None
-        own += [f"/proc/{self._trainer.reader.pid}/fd/2"] if self._trainer.ending is None else []
+        own += [] if self._is_trainer_gone else [f"/proc/{self._trainer.reader.pid}/fd/2"]
         return own + ([f"/proc/{pid}/fd/2"] if launcher is not None and launcher.started == started else [])
 
     def _write(self, item: EvidenceRecord | Incident | Resolved) -> None:

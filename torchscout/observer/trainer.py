@@ -221,6 +221,8 @@ class TrainerView:
         self._note_timeout(now)
         if self.reader.has_finished:
             self.ending = Ending.FINISHED
+        elif self.reader.is_asked:  # it lives on until there is a verdict
+            self.ending, self._gone_since = Ending.ASKED, now
         elif self.reader.trainer() is Process.GONE:
             self._wait_status = _wait_status(self.reader.pid)
             self.ending = _ending_of(self._wait_status, is_exiting=self.reader.is_exiting)
@@ -230,6 +232,15 @@ class TrainerView:
         if self.reader.is_failing:  # a launcher may end it meanwhile, which is not why it ends
             self.ending = Ending.FAILED
             self._gone_since = now if self._gone_since is None else self._gone_since
+
+    @property
+    def is_verdict_due(self) -> bool:
+        """Whether the observers are to say why it ends. A launcher asks the trainers of a job that has lost a
+        machine to end, often before anything else shows that; before the first step nobody is missed."""
+        has_begun = self.progress is not None and self.progress.coordinate > (0, 0)
+        return self.ending is Ending.FAILED or (
+            self.ending is Ending.ASKED and self.reader.is_asked and has_begun
+        )
 
     @property
     def _how(self) -> How:

@@ -23,7 +23,7 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -50,6 +50,7 @@ __all__ = [
     "Unwatched",
     "are_possible",
     "read_all",
+    "read_departed",
     "read_end",
     "read_heartbeat",
     "read_unwatched",
@@ -203,6 +204,7 @@ class Unwatched:
 
 
 OfRank = TypeVar("OfRank", RankEntry, End, Unwatched)
+OfSession = TypeVar("OfSession", End, Unwatched)
 
 
 def read_all(kind: type[OfRank], run_dir: Path, note: Callable[[ValueError], object]) -> list[OfRank]:
@@ -221,12 +223,13 @@ def read_all(kind: type[OfRank], run_dir: Path, note: Callable[[ValueError], obj
 
 def read_unwatched(run_dir: Path) -> list[int]:
     """Return the ranks that are not watched any more in their present session; raises ``OSError``."""
-    found = []
-    for each in read_all(Unwatched, run_dir, lambda _: None):
-        with suppress(ValueError):
-            if _read(RankEntry, _path(RankEntry, run_dir, each.rank)).record == each.record:
-                found.append(each.rank)
-    return found
+    return [each.rank for each in _of_present_sessions(Unwatched, run_dir)]
+
+
+def read_departed(run_dir: Path) -> list[int]:
+    """Return the ranks whose present sessions have finished, or were asked to end; raises ``OSError``."""
+    ends = _of_present_sessions(End, run_dir)
+    return [each.rank for each in ends if each.how in ("finished", "interrupted")]
 
 
 def read_end(run_dir: Path, rank: int, record: str) -> End | None:
@@ -269,6 +272,13 @@ def read_heartbeat(run_dir: Path) -> Heartbeat | None:
     with suppress(OSError, ValueError):
         return replace(_read(Heartbeat, path), time=path.stat().st_mtime)
     return None
+
+
+def _of_present_sessions(kind: type[OfSession], run_dir: Path) -> Iterator[OfSession]:
+    for each in read_all(kind, run_dir, lambda _: None):
+        with suppress(ValueError):
+            if _read(RankEntry, _path(RankEntry, run_dir, each.rank)).record == each.record:
+                yield each
 
 
 def _path(kind: type[RankEntry | End | Unwatched], run_dir: Path, rank: int) -> Path:

@@ -408,6 +408,8 @@ class Session:
         def last() -> None:
             if error is not None:
                 self._announce_failure()
+            elif self._monitor is not None:
+                self._monitor.announce_end(has_failed=False)
             if checkpoints is not None:
                 self._guarded(checkpoints.flush)
             self._wait_for_verdict()
@@ -419,7 +421,7 @@ class Session:
         if self._monitor is not None:
             if self._recovery is not None:
                 self._guarded(self._recovery.fails)
-            self._monitor.writer.failing()
+            self._monitor.announce_end(has_failed=True)
 
     def _wait_for_verdict(self) -> None:
         """Wait shortly if the observers are about to say why the job ends."""

@@ -170,7 +170,7 @@ class _Rank:
         self.has_device, self.busy = False, None
         self.frames: tuple[str, ...] = (UNCLEAR,)
         """Of its main thread."""
-        self.late, self.is_absent, self.has_closed = 0.0, False, False
+        self.late, self.is_absent, self.has_closed, self.is_on_record = 0.0, False, False, False
 
     def issue(self, call: SimpleNamespace, timeout: float | None) -> None:
         """Let the listener see the operation, as right before it is issued."""
@@ -255,9 +255,12 @@ class _Play:
             rank for rank, since in self._absent.items() if self.clock.now - since >= CONFIRMING_SECONDS
         }
         closed = {rank for rank in absent if self.ranks[rank].has_closed}
+        not_expected = {rank for rank in absent if self.ranks[rank].is_on_record}
         groups: dict[bytes, CommGroup] = {}
         sent = {rank: Post(post_of(each), self._job.size).report(groups) for rank, each in reports.items()}
-        concluded = [self._concluded(each, is_repeat, confirmed, closed) for each in (reports, sent)]
+        concluded = [
+            self._concluded(each, is_repeat, confirmed, closed, not_expected) for each in (reports, sent)
+        ]
         assert concluded[0] == concluded[1]
         return concluded[1].incidents, sent
 
@@ -364,6 +367,9 @@ class _Play:
 
     def _no_answer(self, rank: _Rank, connection: str) -> None:
         rank.is_absent, rank.has_closed = True, connection == "closed"
+
+    def _record_end(self, rank: _Rank) -> None:
+        rank.is_on_record = True
 
     def _answer(self, rank: _Rank) -> None:
         rank.is_absent = rank.has_closed = False

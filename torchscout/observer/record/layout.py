@@ -66,9 +66,9 @@ _NO_SPLITS = -1
 
 PAUSED, FINISHED, DEVICE_STEP, DEVICE_BUSY, DEVICE_ASKED, CAPTURED, JOURNAL_LENGTH, DROPPED, NOTED = range(9)
 """Indices of the words; from ``NOTED`` on, the number of durations noted in each series."""
-EXITING, FAILING, RESTARTING = 2, 3, 4
-"""Values of the word ``FINISHED`` while the interpreter exits, without and with an exception, and when the
-process leaves because it was decided to restart or to stop the job."""
+EXITING, FAILING, RESTARTING, ASKED = 2, 3, 4, 5
+"""Values of the word ``FINISHED`` while the interpreter exits, without and with an exception, when the
+process leaves because it was decided to restart or to stop the job, and while SIGTERM ends it."""
 UNKNOWN = -1
 """Value of a word if the device's progress is unknown."""
 

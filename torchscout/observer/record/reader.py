@@ -59,6 +59,11 @@ class ProgressReader:
         return self._memory.words[layout.FINISHED] == layout.FAILING
 
     @property
+    def is_asked(self) -> bool:
+        """Whether SIGTERM ends the trainer."""
+        return self._memory.words[layout.FINISHED] == layout.ASKED
+
+    @property
     def is_restarting(self) -> bool:
         """Whether the trainer leaves because it was decided to restart or to stop the job."""
         return self._memory.words[layout.FINISHED] == layout.RESTARTING

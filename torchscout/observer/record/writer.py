@@ -270,6 +270,11 @@ class ProgressWriter:
         with self._lock:
             self._memory.words[layout.FINISHED] = self._memory.words[layout.FINISHED] or layout.EXITING
 
+    def asked(self) -> None:
+        """Publish that SIGTERM ends the process, unless it was ending already."""
+        with self._lock:
+            self._memory.words[layout.FINISHED] = self._memory.words[layout.FINISHED] or layout.ASKED
+
     def failing(self) -> None:
         """Publish that an exception ends the program; its exit may take a while."""
         with self._lock:

@@ -166,16 +166,20 @@ class RoundClient:
     @property
     def is_in_round(self) -> bool:
         """Whether a round was announced, or is held, whose outcome is not known yet."""
-        has_failed = self.trainer.ending is Ending.FAILED and self._concluded_at is None
-        return self._announcement is not None or self._is_asked or has_failed
+        is_due = self.trainer.is_verdict_due and self._concluded_at is None
+        return self._announcement is not None or self._is_asked or is_due
 
     def tick(self, now: float) -> None:
         """Act on the last look at the trainer, and on what is overdue."""
         if self.trainer.ending is None:
             self._check_silence(now)
             self._check_phases(now)
-        elif self.trainer.ending is Ending.FAILED and not self._has_announced_end:
+        elif self.trainer.is_verdict_due and not self._has_announced_end:
             self._has_announced_end, self._concluded_at = True, None
+            # To every hub, because this machine may be gone before it is asked by the one that finds out.
+            report = self.trainer.report(self.silence.config, 0.0, now)
+            for hub in range(len(self._client.sockets)):
+                self._client.post(hub, "report", report)
             self._announce(now)
         self._check_relay(now)
         self.election.tick(now, self.silence.config.election_seconds)
@@ -200,7 +204,7 @@ class RoundClient:
 
     def is_done(self, now: float) -> bool:
         """Return whether the trainer has ended, and its observer is not needed for a verdict any more."""
-        if self.trainer.ending is not Ending.FAILED:
+        if not self.trainer.is_verdict_due:
             return self.trainer.ending is not None
         concluded = self._concluded_at
         return self._has_announced_end and concluded is not None and now - concluded > _LINGER_SECONDS
@@ -361,7 +365,7 @@ class RoundClient:
         state = (
             f"has been silent for {silent:.1f} s"
             if self.trainer.ending is None
-            else "ended before it had finished"
+            else self.trainer.report(self.silence.config, silent, now).ended
         )
         self._record(
             EvidenceRecord(

@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 import zmq
 
 from torchscout.config import ObserverConfig
-from torchscout.decision.progress import CommGroup, RankReport
+from torchscout.decision.progress import CommGroup, Process, RankReport
 from torchscout.decision.types import Incident, Resolved
 from torchscout.observer.rounds.post import Post
 from torchscout.observer.rounds.protocol import (
@@ -206,8 +206,10 @@ class Hub:
         self._has_majority = False
         self._since: float | None = None
         """Time of the first ``tick``."""
-        self._left: dict[int, tuple[Post, float]] = {}
-        """Last posts, and when they came."""
+        self._left: set[int] = set()
+        self._last_posts: dict[int, tuple[Post, float]] = {}
+        """Of observers that have left, or whose trainers have ended, and when they came: a container that is
+        removed takes such an observer along, perhaps before the next round."""
         self._absent: dict[int, float] = {}
         """Rank -> when the first round began that it did not answer, nor any since."""
         self._confirm_at: float | None = None
@@ -314,11 +316,13 @@ class Hub:
     def _take(self, rank: int, post: Post, now: float) -> None:
         if post.header.rank != rank:
             raise ValueError(f"rank {rank} reports for rank {post.header.rank}")
+        if post.kind == "leave" or post.process is Process.GONE:
+            self._last_posts[rank] = post, now
         if post.kind == "report":
             self._round_of(post.header.round).add(rank, post, now)
             self._round_of(post.header.round).answered(now)
             return
-        self._left[rank] = post, now
+        self._left.add(rank)
         if self._round is not None:
             self._round.add(rank, post, now)
         self._resolve_left(rank)
@@ -460,10 +464,10 @@ class Hub:
         self.routes.send(everybody, self._outcome())
 
     def _gathered(self, finished: _Round, now: float) -> Gathered:
-        """Return all reports, also the last ones of observers that have left: a trainer that fails is soon
-        gone. Times since an end are counted until now."""
-        came = {rank: at for rank, (_, at) in self._left.items()} | finished.came
-        posts = {rank: post for rank, (post, _) in self._left.items()} | finished.posts
+        """Return all reports, also the last ones of trainers that have ended. Times since an end are counted
+        until now."""
+        came = {rank: at for rank, (_, at) in self._last_posts.items()} | finished.came
+        posts = {rank: post for rank, (post, _) in self._last_posts.items()} | finished.posts
         reports = {}
         for rank in sorted(posts):
             report = posts[rank].report(self._groups)
@@ -480,7 +484,7 @@ class Hub:
         return Gathered(reports, finished.is_repeat, confirmed, absent & finished.closed)
 
     def _resolve_left(self, rank: int) -> None:
-        for resolved in self._reported.left(self._left[rank][0].report(self._groups)):
+        for resolved in self._reported.left(self._last_posts[rank][0].report(self._groups)):
             self._publish(resolved)
 
     def _resolve(self, rank: int, message: Message) -> None:
