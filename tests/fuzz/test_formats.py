@@ -8,11 +8,15 @@ from __future__ import annotations
 import json
 import random
 import zlib
+from collections import deque
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from tests.support.gates import train
 from tests.support.mutation import bytes_mutant, document_mutant, text_mutant, tried
@@ -25,7 +29,7 @@ from torchscout.checkpoint.storage.owner import Owner, refusal
 from torchscout.checkpoint.storage.shard_format import Blob, ShardIdentity, decode, encode
 from torchscout.config import ObserverConfig, ReplayConfig, StragglerConfig
 from torchscout.decision.progress import CommGroup, Phase
-from torchscout.errors import CheckpointError, TornRecordError
+from torchscout.errors import CheckpointError, DamagedError, TornRecordError
 from torchscout.observer.record.reader import ProgressReader
 from torchscout.observer.record.writer import ProgressWriter
 from torchscout.observer.rounds import protocol
@@ -34,6 +38,8 @@ from torchscout.report.standing import standing
 from torchscout.run.folder import End, Heartbeat, RankEntry
 from torchscout.run.reader import IncidentLog, Run, read, read_run
 from torchscout.run.writer import RunWriter
+from torchscout.state import encoding
+from torchscout.state.collect import StateParts, collect
 
 
 def test_lock_owners():
@@ -166,6 +172,23 @@ def test_progress_records(tmp_path: Path):
         tried(attempt, (ValueError, TornRecordError))
     finally:
         writer.close()
+
+
+def test_states():
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, [3, 5])
+    registered = {"schedule": schedule, "average": torch.optim.swa_utils.AveragedModel(model)}
+    state = collect(StateParts(model, [optimizer], registered))
+    others = [deque([1], 2), {2}, b"a", 1j, 1 << 60, float("nan"), torch.float16, torch.device("cpu")]
+    document, tensors = encoding.encode([*others, np.float32(1), torch.Size([2])])
+
+    def attempt(chance: random.Random) -> None:
+        for whole, known in ((state.document, state.tensors), (document, tensors)):
+            with suppress(DamagedError):
+                encoding.decode(document_mutant(chance, whole), known)
+
+    tried(attempt, ())
 
 
 def test_ledgers(tmp_path: Path):

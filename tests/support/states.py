@@ -42,7 +42,7 @@ def save(path: Path, whose: ShardIdentity, role: TrustLevel, tree: Any) -> None:
     shards.write(path, encode(whose, role, document, blobs))
 
 
-def through_bytes(state: State, named: Sequence[type] = ()) -> Any:
+def through_bytes(state: State) -> Any:
     """Encode and decode a state; return the tree that another process would read."""
     blobs = [blob_of(name, tensor) for name, tensor in state.tensors.items()]
     pieces = encode(identity(), TrustLevel.LATEST, state.document, blobs)
@@ -54,7 +54,7 @@ def through_bytes(state: State, named: Sequence[type] = ()) -> Any:
         .view(each.shape)
         for each in header.entries
     }
-    return encoding.decode(header.document, tensors, named)
+    return encoding.decode(header.document, tensors)
 
 
 @dataclass
@@ -90,12 +90,12 @@ class Job:
         require_as_saved(restore(StateParts(self.model, self.optimizers, self.registered), kept), {})
 
 
-def interrupted(make: Any, *, at: int = 3, steps: int = 7, named: Sequence[type] = ()) -> tuple[Job, Job]:
+def interrupted(make: Any, *, at: int = 3, steps: int = 7) -> tuple[Job, Job]:
     """Return an uninterrupted job, and one that was resumed from its checkpoint after ``at`` steps."""
     seed(0)
     whole = make()
     whole.train(range(at))
-    kept = through_bytes(whole.collect(), named)
+    kept = through_bytes(whole.collect())
     whole.train(range(at, steps))
     whole.streams = streams()
     seed(99)

@@ -7,8 +7,8 @@ import json
 import math
 import random
 import struct
-from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
-from enum import Enum, Flag, IntEnum
+from collections import Counter, OrderedDict, defaultdict, deque
+from enum import IntEnum
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,26 +22,16 @@ from torchscout.state.encoding import decode, encode
 
 class Position(NamedTuple):
     epoch: int
-    offset: Any
+    offset: int
 
 
 class Color(IntEnum):
     RED = 1
 
 
-class Mode(Flag):
-    READ = 1
-    WRITE = 2
-
-
-class Outer:
-    class Kind(Enum):
-        PAIR = (1, 2)
-
-
-def round_trip(tree: Any, named: tuple[type, ...] = ()) -> Any:
+def round_trip(tree: Any) -> Any:
     document, tensors = encode(tree)
-    return decode(json.loads(json.dumps(document, allow_nan=False)), tensors, named)
+    return decode(json.loads(json.dumps(document, allow_nan=False)), tensors)
 
 
 def bits(value: float) -> bytes:
@@ -71,7 +61,6 @@ def bits(value: float) -> bytes:
         OrderedDict(b=1, a=2),
         Counter({30: 1, 60: 2}),
         {1, 2},
-        frozenset({"a"}),
         torch.float8_e4m3fn,
         torch.device("cuda", 3),
         torch.device("cpu"),
@@ -80,19 +69,13 @@ def bits(value: float) -> bytes:
         np.random.PCG64(5).state,
         deque([1, (2, "b")], maxlen=4),
         deque(),
-        defaultdict(int, {"b": 1, "a": 2}),
-        defaultdict(None, {1: defaultdict(list)}),
-        Path("/data/../shard 7"),
-        Color.RED,
-        {Color.RED: Outer.Kind.PAIR, Mode.WRITE: [Mode.READ]},
     ],
     ids=lambda tree: repr(tree)[:30],
 )
 def test_values_that_state_consists_of_round_trip(tree: Any):
     found = round_trip(tree)
     assert (found, type(found)) == (tree, type(tree))
-    for name in ("maxlen", "default_factory"):
-        assert getattr(found, name, None) == getattr(tree, name, None)
+    assert getattr(found, "maxlen", None) == getattr(tree, "maxlen", None)
     if isinstance(tree, dict):
         assert list(map(type, found)) == list(map(type, tree))
         assert list(found) == list(tree), "in order"
@@ -116,9 +99,6 @@ def test_floats_keep_their_bits():
         np.array([1, 2], ">u4"),
         np.array([True, False]),
         np.array([1 + 2j]),
-        np.array(["a", "bcd"]),
-        np.array([b"xy"]),
-        np.array(["2020-01-01"], "M8[D]"),
     ],
     ids=lambda array: array.dtype.str,
 )
@@ -132,31 +112,17 @@ def test_arrays_come_back(array: np.ndarray):
 
 @pytest.mark.parametrize(
     "scalar",
-    [
-        np.float32(0.1),
-        np.int64(-5),
-        np.bool_(True),
-        np.str_("ab"),
-        np.str_(""),
-        np.bytes_(b""),
-        np.datetime64("2020-01-01"),
-    ],
+    [np.float64(0.1), np.float32(0.1), np.float16("-0.0"), np.int64(-5), np.bool_(True), np.complex64(1j)],
 )
 def test_numpy_scalars_come_back(scalar: np.generic):
     found = round_trip(scalar)
-    assert (found, type(found), found.dtype) == (scalar, type(scalar), scalar.dtype)
+    assert (found.tobytes(), type(found), found.dtype) == (scalar.tobytes(), type(scalar), scalar.dtype)
 
 
-def test_named_tuples_come_back_as_themselves_where_their_class_is_named():
-    tree = [Position(1, Position(2, (3,)))]
-    assert round_trip(tree) == tree
-    assert type(round_trip(tree)[0]) is not Position
-    assert round_trip(tree)[0].offset.epoch == 2
-    found = round_trip(tree, (Position,))
-    assert type(found[0]) is type(found[0].offset) is Position
-    other = namedtuple("Position", ["a"])
-    other.__module__ = Position.__module__
-    assert round_trip(tree, (other,)) == tree, "a class with other fields is not used"
+def test_equal_sets_are_encoded_alike():
+    """Resharding compares the documents of ranks, whose processes order strings differently."""
+    assert encode({8, 0}) == encode({0, 8})
+    assert list({8, 0}) != list({0, 8}), "the order of a set depends on its history too"
 
 
 def test_tensors_are_named_by_where_they_are_and_not_copied():
@@ -183,6 +149,8 @@ def test_what_optimizers_schedulers_and_generators_call_their_state_comes_back()
     model(torch.ones(2)).sum().backward()
     optimizer.step()
     schedule.step()
+    torch.optim.lr_scheduler.LambdaLR(optimizer, np.cos)  # which makes learning rates NumPy's
+    assert type(optimizer.param_groups[0]["lr"]) is np.float64
     tree = [optimizer.state_dict(), schedule.state_dict(), torch.get_rng_state(), np.random.get_state()]
     found = round_trip(tree)
     assert repr(found) == repr(tree)
@@ -196,17 +164,21 @@ def test_what_optimizers_schedulers_and_generators_call_their_state_comes_back()
         ({"a": [1, object()]}, "a/1 is a builtins.object, which a checkpoint cannot store"),
         ({"fn": functools.partial(print)}, "fn is a functools.partial"),
         (
-            {"d": defaultdict(lambda: 3)},
-            "d is a defaultdict of <function .*use a dict, or a defaultdict of bool",
+            {"d": defaultdict(int)},
+            "d is a collections.defaultdict, which .* store the numbers, strings, lists",
         ),
-        (
-            {"c": [Enum("Local", "ONE").ONE]},
-            r"c/0 is <Local.ONE: 1> of tests.unit.test_state_encoding.Local, which cannot",
-        ),
-        ({"f": Mode.READ | Mode.WRITE}, r"f is <Mode.READ.WRITE: 3> of tests.unit.test_state_encoding.Mode"),
+        ({"c": [Color.RED]}, r"c/0 is a tests.unit.test_state_encoding.Color, which"),
+        ({"p": Position(1, 2)}, r"p is a tests.unit.test_state_encoding.Position, which"),
+        ({"f": Path("/data")}, r"f is a pathlib\.\S*Path, which"),
+        ({"s": {"a": np.str_("b")}}, r"s/a is a numpy\.str_, which"),
+        ({"t": np.timedelta64(1, "D")}, r"t has NumPy's type <m8\[D\], which"),
         ({"q": deque([1, {"b": object()}])}, "q/1/b is a builtins.object"),
-        ({"o": np.array([object()])}, r"o is an array of \|O, which"),
-        ({"s": np.zeros(2, [("a", "f4")])}, "s is an array of"),
+        (
+            {"o": np.array([object()])},
+            r"o has NumPy's type \|O, which a checkpoint cannot store; use one of numbers",
+        ),
+        ({"s": np.zeros(2, [("a", "f4")])}, "s has NumPy's type |V4, which"),
+        ({"w": np.array(["a"])}, "w has NumPy's type <U1, which"),
         ({"m": torch.empty(2, device="meta")}, "m is a meta tensor, which has no bytes"),
         ({"s": torch.eye(2).to_sparse()}, "s is a torch.sparse_coo tensor"),
         (torch.return_types.max((1, 2)), "the state is a torch.return_types.max"),
@@ -248,8 +220,8 @@ def test_a_hundred_levels_come_back_and_containers_that_are_deeper_or_recursive_
         {"int": "zz"},
         {"float": "00"},
         {"float": 1},
-        {"complex": [1]},
-        {"complex": ["1j", "os"]},
+        {"complex": [1, 2]},
+        {"complex": "00"},
         {"bytes": "***"},
         {"dtype": "nn"},
         {"dtype": ["float32"]},
@@ -260,6 +232,8 @@ def test_a_hundred_levels_come_back_and_containers_that_are_deeper_or_recursive_
         {"set": [[1]]},
         {"dict": [[1]]},
         {"dict": [[[1], 2]]},
+        {"dict": ["ab"]},
+        {"dict": [["a", 1, 2]]},
         {"dict": [["a", 1], ["a", 2]]},
         {"tensor": "nowhere"},
         {"tensor": ["t"]},
@@ -267,30 +241,30 @@ def test_a_hundred_levels_come_back_and_containers_that_are_deeper_or_recursive_
         {"array": ["<f4", [2], "t"]},
         {"array": ["<f4", [-1, -1], "t"]},
         {"array": ["<f4", 1, "t"]},
+        {"array": ["<f4", [1.0], "t"]},
+        {"array": ["|u1", ["a", 1 << 40], "t"]},
+        {"array": ["|u1", [0, 1 << 70], "e"]},
         {"array": ["<f4", [1], "f"]},
         {"array": ["f4,f4", [1], "t"]},
         {"array": ["<f4", [1]]},
-        {"scalar": ["<f4", "AAA="]},
-        {"scalar": ["|O", "AAAAAAAAAAA="]},
-        {"named": ["x.class", [["def", 1]]]},
-        {"named": ["x.A", [["a);import os;(", 1]]]},
-        {"named": ["x.A", [["_a", 1]]]},
-        {"named": ["x.A", [[{"path": "a"}, 1]]]},
-        {"named": ["x.A", {}]},
+        {"scalar": ["<f4", "0000"]},
+        {"scalar": ["|O", "0000000000000000"]},
+        {"scalar": ["<f4", 1]},
+        {"scalar": "<f"},
         functools.reduce(lambda inner, _: [inner], range(200), 1),
         {"deque": [1]},
         {"deque": ["2", []]},
         {"deque": [-1, []]},
-        {"default": ["eval", []]},
-        {"default": [["int"], []]},
-        {"path": 3},
-        {"enum": ["os.path", "join"]},
-        {"enum": ["tests.unit.test_state_encoding.Color", "name"]},
-        {"enum": ["tests.unit.test_state_encoding.Color", ["RED"]]},
-        {"enum": ["not.imported.Color", "RED"]},
     ],
     ids=lambda document: json.dumps(document)[:40],
 )
 def test_a_hostile_document_is_refused(document: Any):
-    with pytest.raises(DamagedError):
-        decode(document, {"t": torch.zeros(4, dtype=torch.uint8), "f": torch.zeros(1)})
+    tensors = {
+        "t": torch.zeros(4, dtype=torch.uint8),
+        "e": torch.zeros(0, dtype=torch.uint8),
+        "f": torch.zeros(1),
+    }
+    with pytest.raises(DamagedError, match="not the state of a checkpoint"):
+        decode(document, tensors)
+    with pytest.raises(DamagedError, match="not the state of a checkpoint: a/1"):
+        decode({"dict": [["a", [0, document]]]}, tensors)

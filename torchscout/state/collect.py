@@ -58,8 +58,8 @@ def walk(value: Any, path: str, replace: Callable[[torch.Tensor, Any, str], Any]
     """
     if isinstance(value, torch.Tensor):
         return replace(value, other, path)
-    if type(value) in (dict, OrderedDict, defaultdict):
-        walked = copy.copy(value)  # keeps its order and its factory
+    if type(value) in (dict, OrderedDict):
+        walked = copy.copy(value)  # keeps its order
         for key, each in value.items():
             own = other.get(key) if isinstance(other, dict) else None
             walked[key] = walk(each, f"{path}/{key!r}", replace, own)
@@ -67,12 +67,12 @@ def walk(value: Any, path: str, replace: Callable[[torch.Tensor, Any, str], Any]
     if type(value) is deque:
         items = walk(list(value), path, replace, list(other) if isinstance(other, deque) else None)
         return deque(items, value.maxlen)
-    is_named = isinstance(value, tuple) and hasattr(value, "_fields")
-    if type(value) in (list, tuple) or is_named:
+    if type(value) in (list, tuple):
         is_alike = isinstance(other, list | tuple) and len(other) == len(value)
         owns = other if is_alike else [None] * len(value)
-        items = [walk(each, f"{path}/{index}", replace, owns[index]) for index, each in enumerate(value)]
-        return type(value)(*items) if is_named else type(value)(items)
+        return type(value)(
+            walk(each, f"{path}/{index}", replace, owns[index]) for index, each in enumerate(value)
+        )
     return value
 
 

@@ -1,6 +1,6 @@
 """Encodes nested state as a JSON document and tensors, and decodes it (paper, section 9).
 
-Only the types in ``_KINDS`` are supported. Others are refused with their path and type, because restoring
+Only the types in ``_ROWS`` are supported. Others are refused with their place and type, because restoring
 them would mean running code that a file names. Numbers keep their exact bits, including those of NaNs.
 """
 
@@ -10,11 +10,9 @@ import base64
 import math
 import re
 import struct
-import sys
-from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
+from abc import ABC, abstractmethod
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping
-from enum import Enum
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -29,18 +27,14 @@ __all__ = ["Encoded", "decode", "encode"]
 # [Note: tagged JSON]
 #
 # null, booleans, strings, lists and numbers that JSON represents exactly are stored as they are. Everything
-# else is an object with one key, a tag that says how to read its value: see ``_KINDS``. So is a dict, so that
+# else is an object with one key, a tag that says how to read its value: see ``_ROWS``. So is a dict, so that
 # keys of any type and their order are preserved, and no user's key can be mistaken for a tag.
 
 _DEPTH = 100
 _EXACT = 1 << 53
-_DOUBLE = struct.Struct(">d")
-_ARRAY = re.compile(r"[<>|][biufcmMSU]\d{1,9}(\[\d{0,9}[a-zA-Z]{1,2}\])?")
-_FACTORIES: dict[str | None, type | None] = {
-    None: None,
-    **{each.__name__: each for each in (bool, bytes, dict, float, int, list, set, str, tuple)},
-}
-"""Allowed factories of a ``defaultdict``; anything else would be code that a file names."""
+_DOUBLE, _PAIR = struct.Struct(">d"), struct.Struct(">dd")
+_NUMBERS = re.compile(r"[<>|][biufc]\d{1,2}")
+"""NumPy's types of numbers."""
 
 
 class Encoded(NamedTuple):
@@ -59,50 +53,71 @@ def encode(tree: Any, names: Mapping[int, str] = MappingProxyType({})) -> Encode
     try:
         return Encoded(encoder.value(tree), encoder.tensors)
     except ValueError as error:
-        raise CheckpointError(f"{'/'.join(encoder.path) or 'the state'} {error}") from error
+        raise CheckpointError(f"{encoder.place} {error}") from error
 
 
-def decode(document: Any, tensors: Mapping[str, torch.Tensor], named: Iterable[type] = ()) -> Any:
-    """Restore a tree. A named tuple gets its class if that is among ``named``, and a look-alike otherwise.
+def decode(document: Any, tensors: Mapping[str, torch.Tensor], _: object = None) -> Any:
+    """Restore a tree. Raises ``DamagedError``, with the path, if this is not an encoded tree.
 
-    Raises ``DamagedError`` if this is not an encoded tree.
+    The last argument is not used any more; ``shards.load`` still passes it.
     """
+    decoder = _Decoder(tensors)
     try:
-        return _Decoder(tensors, named).value(document, 0)
+        return decoder.value(document)
     except (ValueError, TypeError, OverflowError, struct.error, RuntimeError) as error:
-        raise DamagedError(f"not the state of a checkpoint: {error}") from error
+        raise DamagedError(f"not the state of a checkpoint: {decoder.place}: {error}") from error
 
 
-class _Encoder:
-    """Methods raise ``ValueError`` for what cannot be stored; ``path`` says then where it is."""
+class _Walk(ABC):
+    """Goes through a tree. Methods raise ``ValueError`` for what is wrong at ``path``."""
 
-    def __init__(self, names: Mapping[int, str]) -> None:
+    def __init__(self) -> None:
         self.path: list[str] = []
+
+    @property
+    def place(self) -> str:
+        return "/".join(self.path) or "the state"
+
+    @abstractmethod
+    def value(self, value: Any) -> Any:
+        """Encode or decode what lies at ``path``."""
+
+    def at(self, name: str, value: Any) -> Any:
+        """Encode or decode what lies under this name."""
+        self.path.append(name)
+        if len(self.path) > _DEPTH:
+            raise ValueError(f"contains itself, or is nested more than {_DEPTH} deep")
+        done = self.value(value)
+        self.path.pop()
+        return done
+
+    def items(self, values: Iterable[Any]) -> list[Any]:
+        return [self.at(str(index), value) for index, value in enumerate(values)]
+
+
+class _Encoder(_Walk):
+    def __init__(self, names: Mapping[int, str]) -> None:
+        super().__init__()
         self.tensors: dict[str, torch.Tensor] = {}
         self._known = names
         self._names: dict[int, str] = {}
 
     def value(self, value: Any) -> Any:
-        if len(self.path) > _DEPTH:
-            raise ValueError(f"contains itself, or is nested more than {_DEPTH} deep")
-        if _is_json(value):
+        kind = type(value)
+        if kind is str or value is None or kind is bool:
             return value
-        if type(value) is list:
+        # JSON has no infinity or NaN, and some readers of it have no integers but those of a double.
+        if (kind is int and -_EXACT < value < _EXACT) or (kind is float and math.isfinite(value)):
+            return value
+        if kind is list:
             return self.items(value)
-        kind = _kind_of(value)
-        parts = kind.take_apart(value)
-        if not isinstance(kind.form, tuple):
-            return {kind.tag: _FORMS[kind.form].write(self, parts)}
-        pairs = zip(kind.form, parts, strict=True)
-        return {kind.tag: [_FORMS[form].write(self, part) for form, part in pairs]}
+        row = _BY_TYPE.get(kind) or _row_of(value)
+        return {row.tag: row.to_json(self, value)}
 
-    def items(self, values: list[Any]) -> list[Any]:
-        return [self._inner(str(index), value) for index, value in enumerate(values)]
-
-    def pairs(self, values: dict[Any, Any]) -> list[list[Any]]:
+    def pairs(self, values: Mapping[Any, Any]) -> list[list[Any]]:
         # Most keys are strings, and a state has thousands.
         return [
-            [key if type(key) is str else self._inner(f"key {key!r:.40}", key), self._inner(str(key), value)]
+            [key if type(key) is str else self.at(f"key {key!r:.40}", key), self.at(str(key), value)]
             for key, value in values.items()
         ]
 
@@ -119,163 +134,72 @@ class _Encoder:
             self.tensors[name] = value
         return self._names[id(value)]
 
-    def _inner(self, name: str, value: Any) -> Any:
-        self.path.append(name)
-        encoded = self.value(value)
-        self.path.pop()
-        return encoded
+    def array(self, value: np.ndarray[Any, Any]) -> list[Any]:
+        name = _numbers(value.dtype.str).str
+        data = empty_tensor("uint8", [value.nbytes])
+        bytes_of(data)[:] = value.tobytes()
+        return [name, list(value.shape), self.tensor(data)]
 
 
-class _Decoder:
-    def __init__(self, tensors: Mapping[str, torch.Tensor], named: Iterable[type]) -> None:
+class _Decoder(_Walk):
+    """A damaged or hostile document may have anything anywhere."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        super().__init__()
         self._tensors = tensors
-        self._named = {_title(each): each for each in named}
 
-    def value(self, document: Any, depth: int) -> Any:
-        if depth > _DEPTH + 1:
-            raise ValueError(f"nested more than {_DEPTH} deep")
-        if isinstance(document, list):
-            return self.items(document, depth)
-        if not isinstance(document, dict):
-            return document
-        if len(document) != 1 or (tag := next(iter(document))) not in _BY_TAG:
-            raise ValueError(f"unknown tag {list(document)!r:.80}")
-        kind, parts = _BY_TAG[tag], document[tag]
-        if not isinstance(kind.form, tuple):
-            return kind.make(_FORMS[kind.form].read(self, parts, depth))
-        pairs = zip(kind.form, _typed(parts, list), strict=True)
-        return kind.make(*(_FORMS[form].read(self, part, depth) for form, part in pairs))
+    def value(self, value: Any) -> Any:
+        if type(value) is list:
+            return self.items(value)
+        if type(value) is not dict:
+            return value
+        if len(value) != 1 or (row := _BY_TAG.get(next(iter(value)))) is None:
+            raise ValueError(f"unknown tag {[*value]!r:.80}")
+        return row.from_json(self, value[row.tag])
 
-    def items(self, values: Any, depth: int) -> list[Any]:
-        return [self.value(value, depth + 1) for value in _typed(values, list)]
+    def items(self, values: Any) -> list[Any]:
+        return super().items(_typed(values, list))
 
-    def pairs(self, pairs: Any, depth: int) -> dict[Any, Any]:
-        found = dict(self.items(pair, depth) for pair in _typed(pairs, list))
-        if len(found) < len(pairs):
-            raise ValueError("a dict has a duplicate key")
+    def pairs(self, pairs: Any) -> dict[Any, Any]:
+        found: dict[Any, Any] = {}
+        for pair in _typed(pairs, list):
+            name, value = _typed(pair, list)
+            key = name if type(name) is str else self.at(f"key {name!r:.40}", name)
+            if key in found:
+                raise ValueError(f"a dict has two keys {key!r:.40}")
+            found[key] = self.at(str(key), value)
         return found
 
-    def tensor(self, name: Any, _: int) -> torch.Tensor:
-        if not isinstance(name, str) or name not in self._tensors:
+    def tensor(self, name: Any) -> torch.Tensor:
+        if (found := self._tensors.get(_typed(name, str))) is None:
             raise ValueError(f"there is no tensor {name!r:.80}")
-        return self._tensors[name]
+        return found
 
-    def named(self, title: Any, _: int) -> Any:
-        return self._named.get(_typed(title, str), title)
+    def array(self, parts: Any) -> Any:
+        name, shape, of = _typed(parts, list)
+        dtype, data = _numbers(name), self.tensor(of)
+        shape = [_typed(size, int) for size in _typed(shape, list)]
+        if data.dtype is not torch.uint8 or data.nbytes != dtype.itemsize * math.prod(shape):
+            raise ValueError(f"an array of shape {shape!r:.80} has {data.nbytes} bytes")
+        return np.ndarray(shape, dtype, bytearray(bytes_of(data)))
 
+    def scalar(self, parts: Any) -> Any:
+        name, data = _typed(parts, list)
+        return np.ndarray((), _numbers(name), _from_hex(data))[()]
 
-class _Form(NamedTuple):
-    """A part of a value in the document."""
-
-    write: Callable[[_Encoder, Any], Any]
-    read: Callable[[_Decoder, Any, int], Any]
-    """Gets the part and its depth. In a hostile file the part may be anything."""
-
-
-_FORMS: dict[type, _Form] = {
-    object: _Form(_Encoder.value, _Decoder.value),
-    str: _Form(lambda _, text: text, lambda _, text, __: _typed(text, str)),
-    bytes: _Form(
-        lambda _, data: base64.b64encode(data).decode(),
-        lambda _, text, __: base64.b64decode(_typed(text, str), validate=True),
-    ),
-    list: _Form(_Encoder.items, _Decoder.items),
-    dict: _Form(_Encoder.pairs, _Decoder.pairs),
-    torch.Tensor: _Form(_Encoder.tensor, _Decoder.tensor),
-    type: _Form(lambda _, named: _title(named), _Decoder.named),
-}
+    def deque(self, parts: Any) -> deque[Any]:
+        most, items = _typed(parts, list)
+        return deque(self.items(items), most)
 
 
-def _factory_name(value: defaultdict[Any, Any]) -> str | None:
-    for name, factory in _FACTORIES.items():
-        if value.default_factory is factory:
-            return name
-    raise ValueError(
-        f"is a defaultdict of {value.default_factory!r:.80}, which a checkpoint cannot store; "
-        f"use a dict, or a defaultdict of {', '.join(filter(None, _FACTORIES))}"
-    )
+def _from_hex(text: Any) -> bytes:
+    return bytes.fromhex(_typed(text, str))
 
 
-def _defaultdict(name: Any, values: dict[Any, Any]) -> defaultdict[Any, Any]:
-    if name not in _FACTORIES:
-        raise ValueError(f"unknown factory {name!r:.40}")
-    return defaultdict(_FACTORIES[name], values)
-
-
-def _named_parts(value: Any) -> tuple[type, dict[str, Any]]:
-    return type(value), dict(zip(value._fields, value, strict=True))
-
-
-def _named_tuple(known: Any, fields: dict[Any, Any]) -> Any:
-    if isinstance(known, type) and getattr(known, "_fields", None) == tuple(fields):
-        return known(*fields.values())
-    title = _title(known) if isinstance(known, type) else known
-    names = [_typed(name, str) for name in fields]
-    return namedtuple(title.rpartition(".")[2], names)(*fields.values())
-
-
-def _member_name(value: Enum) -> tuple[str, str]:
-    title = _title(type(value))
-    if _enum_named(title) is not type(value) or value.name not in type(value).__members__:
-        raise ValueError(
-            f"is {value!r:.80} of {title}, which cannot be found by that name; "
-            "define the enumeration at module level, or store the member's value"
-        )
-    return title, value.name
-
-
-def _member(title: str, name: str) -> Enum:
-    kind = _enum_named(title)
-    if kind is None or name not in kind.__members__:
-        raise ValueError(f"this process has no enumeration {title!r:.80} with a member {name!r:.40}")
-    return kind.__members__[name]
-
-
-def _enum_named(title: str) -> type[Enum] | None:
-    """Find an enumeration that this process has already defined; nothing is imported or called."""
-    parts = title.split(".")
-    for count in range(len(parts) - 1, 0, -1):
-        found: Any = sys.modules.get(".".join(parts[:count]))
-        for name in parts[count:]:
-            found = vars(found).get(name) if hasattr(found, "__dict__") else None
-        if isinstance(found, type) and issubclass(found, Enum):
-            return found
-    return None
-
-
-def _array_parts(value: np.ndarray[Any, Any]) -> tuple[str, list[int], torch.Tensor]:
-    data = empty_tensor("uint8", [value.nbytes])
-    bytes_of(data)[:] = value.tobytes()
-    return _array_type(value.dtype.str).str, list(value.shape), data
-
-
-def _array(type_name: str, shape: list[int], data: torch.Tensor) -> Any:
-    dtype = _array_type(type_name)
-    if data.dtype is not torch.uint8 or data.nbytes != dtype.itemsize * math.prod(shape):
-        raise ValueError(f"an array of shape {shape!r:.80} has {data.nbytes} bytes")
-    return np.ndarray(shape, dtype, bytearray(bytes_of(data)))
-
-
-def _scalar_parts(value: np.generic) -> tuple[str, bytes]:
-    dtype = _array_type(value.dtype.str)
-    return dtype.str, value.tobytes()[: dtype.itemsize]  # NumPy gives an empty string four bytes
-
-
-def _scalar(type_name: str, data: bytes) -> Any:
-    dtype = _array_type(type_name)
-    if len(data) != dtype.itemsize:
-        raise ValueError(f"not a {type_name}: {data!r:.80}")
-    return np.ndarray((), dtype, data)[()] if dtype.itemsize else dtype.type()
-
-
-def _array_type(name: str) -> np.dtype[Any]:
-    if not _ARRAY.fullmatch(name):
-        raise ValueError(f"is an array of {name}, which a checkpoint cannot store")
+def _numbers(name: str) -> np.dtype[Any]:
+    if not _NUMBERS.fullmatch(_typed(name, str)):
+        raise ValueError(f"has NumPy's type {name}, which a checkpoint cannot store; use one of numbers")
     return np.dtype(name)
-
-
-def _title(named: type) -> str:
-    return f"{named.__module__}.{named.__qualname__}"
 
 
 def _typed(value: Any, kind: type) -> Any:
@@ -284,71 +208,54 @@ def _typed(value: Any, kind: type) -> Any:
     return value
 
 
-def _same(value: Any) -> Any:
-    return value
-
-
-class _Kind(NamedTuple):
+class _Row(NamedTuple):
     """How values of a type are stored."""
 
     tag: str
     of: type
-    form: type | tuple[type, ...]
-    """What one is stored as, or what each of its parts is: keys of ``_FORMS``."""
-    take_apart: Callable[[Any], Any]
-    make: Callable[..., Any]
-    """Raises ``ValueError``, ``TypeError`` or ``RuntimeError`` for parts that it cannot be made of."""
+    to_json: Callable[[_Encoder, Any], Any]
+    from_json: Callable[[_Decoder, Any], Any]
 
 
-_KINDS = (
-    _Kind("int", int, str, hex, lambda x: int(x, 16)),
-    _Kind(
-        "float", float, str, lambda x: _DOUBLE.pack(x).hex(), lambda x: _DOUBLE.unpack(bytes.fromhex(x))[0]
+_ROWS = (
+    _Row("int", int, lambda _, x: hex(x), lambda _, x: int(_typed(x, str), 16)),
+    _Row("float", float, lambda _, x: _DOUBLE.pack(x).hex(), lambda _, x: _DOUBLE.unpack(_from_hex(x))[0]),
+    _Row(
+        "complex",
+        complex,
+        lambda _, x: _PAIR.pack(x.real, x.imag).hex(),
+        lambda _, x: complex(*_PAIR.unpack(_from_hex(x))),
     ),
-    _Kind("complex", complex, (object, object), lambda x: (x.real, x.imag), complex),
-    _Kind("bytes", bytes, bytes, _same, _same),
-    _Kind("path", type(Path()), str, str, Path),
-    _Kind("dtype", torch.dtype, str, name_of, dtype_named),
-    _Kind("device", torch.device, str, str, torch.device),
-    _Kind("size", torch.Size, list, list, torch.Size),
-    _Kind("tuple", tuple, list, list, tuple),
-    _Kind("set", set, list, list, set),
-    _Kind("frozenset", frozenset, list, list, frozenset),
-    _Kind("dict", dict, dict, _same, _same),
-    _Kind("ordered", OrderedDict, dict, _same, OrderedDict),
-    _Kind("counter", Counter, dict, _same, Counter),
-    _Kind("default", defaultdict, (object, dict), lambda x: (_factory_name(x), x), _defaultdict),
-    _Kind(
-        "deque", deque, (object, list), lambda x: (x.maxlen, list(x)), lambda most, items: deque(items, most)
+    _Row(
+        "bytes",
+        bytes,
+        lambda _, x: base64.b64encode(x).decode(),
+        lambda _, x: base64.b64decode(_typed(x, str), validate=True),
     ),
-    _Kind("tensor", torch.Tensor, torch.Tensor, _same, _same),
-    _Kind("array", np.ndarray, (str, list, torch.Tensor), _array_parts, _array),
-    _Kind("scalar", np.generic, (str, bytes), _scalar_parts, _scalar),
-    _Kind("enum", Enum, (str, str), _member_name, _member),
+    _Row("dtype", torch.dtype, lambda _, x: name_of(x), lambda _, x: dtype_named(_typed(x, str))),
+    _Row("device", torch.device, lambda _, x: str(x), lambda _, x: torch.device(_typed(x, str))),
+    _Row("size", torch.Size, _Encoder.items, lambda d, x: torch.Size(d.items(x))),
+    _Row("tuple", tuple, _Encoder.items, lambda d, x: tuple(d.items(x))),
+    _Row("set", set, lambda e, x: sorted(e.items(x), key=repr), lambda d, x: set(d.items(x))),
+    _Row("dict", dict, _Encoder.pairs, _Decoder.pairs),
+    _Row("ordered", OrderedDict, _Encoder.pairs, lambda d, x: OrderedDict(d.pairs(x))),
+    _Row("counter", Counter, _Encoder.pairs, lambda d, x: Counter(d.pairs(x))),
+    _Row("deque", deque, lambda e, x: [x.maxlen, e.items(x)], _Decoder.deque),
+    _Row("tensor", torch.Tensor, _Encoder.tensor, _Decoder.tensor),
+    _Row("array", np.ndarray, _Encoder.array, _Decoder.array),
+    _Row("scalar", np.generic, lambda _, x: [_numbers(x.dtype.str).str, x.tobytes().hex()], _Decoder.scalar),
 )
-_NAMED = _Kind("named", tuple, (type, dict), _named_parts, _named_tuple)
-"""Named tuples have no type in common."""
-_BY_TYPE = {kind.of: kind for kind in _KINDS}
-_BY_TAG = {kind.tag: kind for kind in (*_KINDS, _NAMED)}
+_BY_TYPE = {row.of: row for row in _ROWS}
+_BY_TAG = {row.tag: row for row in _ROWS}
 
 
-def _kind_of(value: Any) -> _Kind:
-    if (kind := _BY_TYPE.get(type(value))) is not None:
-        return kind
-    for base in (torch.Tensor, np.generic, Enum):
-        if isinstance(value, base):
-            return _BY_TYPE[base]
-    if isinstance(value, tuple) and isinstance(getattr(value, "_fields", None), tuple):
-        return _NAMED
+def _row_of(value: Any) -> _Row:
+    """Find the row of a subclass."""
+    if isinstance(value, torch.Tensor):
+        return _BY_TYPE[torch.Tensor]
+    if isinstance(value, np.number | np.bool_):
+        return _BY_TYPE[np.generic]
     raise ValueError(
-        f"is a {_title(type(value))}, which a checkpoint cannot store; "
+        f"is a {type(value).__module__}.{type(value).__qualname__}, which a checkpoint cannot store; "
         "store the numbers, strings, lists and dicts it consists of"
     )
-
-
-def _is_json(value: Any) -> bool:
-    """Whether JSON represents this value exactly; it has no infinity or NaN, and the bits of a NaN matter."""
-    kind = type(value)
-    if kind is int:
-        return bool(abs(value) < _EXACT)
-    return math.isfinite(value) if kind is float else kind in (str, bool, type(None))
