@@ -249,6 +249,7 @@ def test_a_hundred_levels_come_back_and_containers_that_are_deeper_or_recursive_
         {"array": ["<f4", [1]]},
         {"scalar": ["<f4", "0000"]},
         {"scalar": ["|O", "0000000000000000"]},
+        {"scalar": ["<f4", "0000000000000000"]},
         {"scalar": ["<f4", 1]},
         {"scalar": "<f"},
         functools.reduce(lambda inner, _: [inner], range(200), 1),

@@ -185,7 +185,8 @@ class _Decoder(_Walk):
 
     def scalar(self, parts: Any) -> Any:
         name, data = _typed(parts, list)
-        return np.ndarray((), _numbers(name), _from_hex(data))[()]
+        (found,) = np.frombuffer(_from_hex(data), _numbers(name))
+        return found
 
     def deque(self, parts: Any) -> deque[Any]:
         most, items = _typed(parts, list)
