@@ -34,7 +34,8 @@ def recipe_for(modules: Sequence[nn.Module], shapes: int) -> ExpertsRecipe:
 def verified_after(config: ReplayConfig, layers: int, shapes: int, most: int) -> tuple[int, int]:
     """The step at which the first state is certified, and the number of checks until then."""
     recipe = recipe_for([nn.Linear(1, 1) for _ in range(layers)], shapes)
-    rotation, pace = Rotation({EXPERTS: recipe.order}, config.intervals), Pace(CPU, recipe.order.cycle)
+    rotation = Rotation({EXPERTS: recipe.order}, config.intervals)
+    pace = Pace(config, CPU, recipe.order.cycle)
     certifier = CertifiedSteps()
     certifier.set_coverage(RecipeCycle(recipe.order.cycle))
     for step in range(1, most + 1):
@@ -46,7 +47,7 @@ def verified_after(config: ReplayConfig, layers: int, shapes: int, most: int) ->
         rotation.finished(step)
         pace.check_took(CHECK + SHAPE * check.paths, check.paths, SHAPE * check.paths)
         certifier.decide(step, certifier.votes(Outcome.HEALTHY, differs=False), check)
-        pace.adopt(pace.vote(config), config, rotation, step)
+        pace.adopt(pace.vote(), rotation, step)
         if certifier.certified_step is not None:
             return step, rotation.rounds
     raise AssertionError(f"nothing is certified after {most} steps")
@@ -65,7 +66,7 @@ def test_a_budget_with_room_for_several_shapes_verifies_sooner():
 def checks(order: PathOrder, number: int, together: int = 1) -> list[list[tuple[int, int]]]:
     """The shapes and modules of each check, for one set of modules."""
     rotation = Rotation({EXPERTS: order}, {EXPERTS: 1})
-    rotation.change({EXPERTS: 1}, 1, 0, {EXPERTS: together})
+    rotation.change(1, 0, {EXPERTS: together})
     found = []
     for step in range(1, number + 1):
         found.append([divmod(due.target, order.modules) for due in rotation.due(step)])
@@ -99,7 +100,7 @@ def test_all_shapes_of_a_check_are_replayed_on_one_module(together: int):
 
 def test_a_check_that_is_not_accepted_repeats_all_its_shapes():
     rotation = Rotation({EXPERTS: PathOrder([Alike(3, 5)])}, {EXPERTS: 1})
-    rotation.change({EXPERTS: 1}, 1, 0, {EXPERTS: 2})
+    rotation.change(1, 0, {EXPERTS: 2})
     for step in (1, 2):
         rotation.finished(step)
     due = rotation.due(3)
@@ -111,10 +112,10 @@ def test_a_check_that_is_not_accepted_repeats_all_its_shapes():
 
 def test_the_next_run_goes_on_with_the_same_shape_and_module():
     rotation, other = (Rotation({EXPERTS: PathOrder([Alike(3, 5)])}, {EXPERTS: 1}) for _ in range(2))
-    rotation.change({EXPERTS: 1}, 1, 0, {EXPERTS: 2})
+    rotation.change(1, 0, {EXPERTS: 2})
     for step in (1, 2, 3):
         rotation.finished(step)
-    rotation.change({EXPERTS: 1}, 1, 3)
+    rotation.change(1, 3)
     other.load_state_dict(rotation.state_dict())
     assert other.due(1) == rotation.due(4)
     other.load_state_dict({"turns": {EXPERTS: 4}})  # of an earlier version
@@ -179,14 +180,13 @@ def test_ranks_agree_on_what_fits_on_every_one_of_them():
     config = ReplayConfig(max_overhead=0.005)
     votes = []
     for shape, paths in ((0.01, 42), (0.03, 42), (0.01, 5), (0.01, 0)):
-        pace = Pace(CPU, paths)
+        pace = Pace(config, CPU, paths)
         pace.step_took(STEP)
         pace.check_took(CHECK + shape, 1, shape)
-        votes.append(pace.vote(config))
+        votes.append(pace.vote())
     assert [-each.fewest for each in votes] == [6, 2, 5, MOST_TOGETHER]
     agreed = PaceVote(*map(max, zip(*votes, strict=True)))
-    rotation = Rotation({EXPERTS: PathOrder([Alike(3, 42)])}, {EXPERTS: 20})
-    Pace.adopt(agreed, config, rotation, 0)
-    assert len(rotation.due(20)) == 2
-    Pace.adopt(agreed, ReplayConfig(), rotation, 0)
-    assert len(rotation.due(20)) == 1, "without a budget"
+    for each, together in ((config, 2), (ReplayConfig(), 1)):  # one shape without a budget
+        rotation = Rotation({EXPERTS: PathOrder([Alike(3, 42)])}, {EXPERTS: 20})
+        Pace(each, CPU, 42).adopt(agreed, rotation, 0)
+        assert len(rotation.due(20)) == together

@@ -23,7 +23,6 @@ ARGUMENTS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     "register_state": (("schedule", object()), {}),
     "start_from": ((7,), {}),
     "change_observer": ((), {"min_silence_seconds": 10}),
-    "change_replay": ((), {"interval": 5}),
 }
 """Of the public methods that take any."""
 

@@ -55,13 +55,15 @@ def test_a_recipe_without_targets_here_is_due_all_the_same():
     assert rotation.coverage().keys() == {"layer"}
 
 
-def test_other_intervals_hold_from_the_step_they_are_set_at():
-    rotation = Rotation({"layer": 2, "replicated_state": 1}, {"layer": 10, "replicated_state": 10})
+def test_stretched_intervals_hold_from_each_recipes_last_turn():
+    rotation = Rotation({"layer": 2, "replicated_state": 1}, {"layer": 3, "replicated_state": 5})
     run(rotation, range(1, 11))
-    rotation.change({"layer": 3}, 2, 10)
+    rotation.change(2, 10)
     found = run(rotation, range(11, 30))
-    assert list(found) == [16, 22, 28]
-    assert {due.kind for dues in found.values() for due in dues} == {"layer"}, "the census rests"
+    assert [step for step in found if Due("replicated_state", 0) in found[step]] == [20]
+    assert [step for step in found for due in found[step] if due.kind == "layer"] == [15, 21, 27]
+    rotation.change(1, 29)
+    assert list(run(rotation, range(30, 34))) == [30, 33], "at once where the turn is overdue"
 
 
 def test_a_cadence_that_changes_often_puts_nobody_off():
@@ -72,14 +74,14 @@ def test_a_cadence_that_changes_often_puts_nobody_off():
         if due:
             found += [step] if "layer" in due else []
             rotation.finished(step)
-            rotation.change({"layer": 4, "replicated_state": 1}, 1 + step % 2, step)
+            rotation.change(1 + step % 2, step)
     assert len(found) >= 4
     assert all(after - before <= 9 for before, after in itertools.pairwise(found))
 
 
 def test_the_same_intervals_again_change_nothing():
     rotation = Rotation({"layer": 2}, {"layer": 10})
-    rotation.change({"layer": 10}, 1, 7)
+    rotation.change(1, 7)
     assert list(run(rotation, range(1, 21))) == [10, 20]
 
 

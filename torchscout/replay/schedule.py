@@ -200,31 +200,28 @@ class Rotation:
         position = {"turns": dict(self._turns), "visits": dict(self._visits), "rounds": self.rounds}
         return position | {"stretch": self._stretch, "together": dict(self._together)}
 
-    def move_to(self, position: Mapping[str, Any], intervals: Mapping[str, int], step: int) -> None:
+    def move_to(self, position: Mapping[str, Any], step: int) -> None:
         """Continue after this step from the position of another rank."""
         self.load_state_dict(position)
         self.rounds, self._stretch = position["rounds"], position["stretch"]
         self._together |= {
             kind: each for kind, each in position["together"].items() if kind in self._together
         }
-        self._intervals = {kind: each for kind, each in intervals.items() if kind in self._orders}
         self.start_after(step)
 
-    def change(
-        self, intervals: Mapping[str, int], stretch: int, step: int, together: Mapping[str, int] = _ONE_EACH
-    ) -> None:
-        """Use these intervals times ``stretch`` from now on; a recipe without an interval is not replayed.
+    def change(self, stretch: int, step: int, together: Mapping[str, int] = _ONE_EACH) -> None:
+        """Use intervals times ``stretch`` from now on.
 
         ``together`` has the recipes with several turns in each check. It must be the same on all ranks.
         """
         self._together |= {kind: together.get(kind, 1) for kind in self._together}
-        wanted = {kind: interval for kind, interval in intervals.items() if kind in self._orders}
-        if wanted == self._intervals and stretch == self._stretch:
+        if stretch == self._stretch:
             return
-        self._intervals, self._stretch = wanted, stretch
+        self._stretch = stretch
         # From each recipe's last turn: frequent changes must not postpone a rare recipe forever.
         self._next = {
-            kind: max(step + 1, self._last[kind] + interval * stretch) for kind, interval in wanted.items()
+            kind: max(step + 1, self._last[kind] + interval * stretch)
+            for kind, interval in self._intervals.items()
         }
 
     @property

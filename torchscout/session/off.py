@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
@@ -49,7 +49,5 @@ class Off(Session):
     def start_from(self, step: int) -> None: ...
 
     def change_observer(self, **settings: float) -> None: ...
-
-    def change_replay(self, **settings: Any) -> None: ...
 
     def step_finished(self) -> None: ...

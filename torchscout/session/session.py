@@ -292,15 +292,6 @@ class Session:
             raise ValueError("this session has no observer")
         self._monitor.observer.change(**settings)
 
-    def change_replay(self, **settings: Any) -> None:
-        """Change ``interval``, ``recipes``, ``variants`` or ``max_overhead`` of replay while the job runs.
-
-        Rank 0's settings apply to all ranks, from the end of the next check on.
-        """
-        if self._replay is None:
-            raise ValueError("this session has no replay")
-        self._replay.driver.change(**settings)
-
     def _fetch_begins(self) -> None:
         if self._is_training():  # a validation between two steps belongs to the first
             self.step_begins()

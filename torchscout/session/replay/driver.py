@@ -34,7 +34,6 @@ from torchscout.session.replay.captures import CAPTURED, CaptureComparison
 from torchscout.session.replay.check_history import CheckHistory
 from torchscout.session.replay.coverage import Covered, RecipeCycle, covered_by, unwatched
 from torchscout.session.replay.pace import EXPERTS, Pace, PaceVote
-from torchscout.session.replay.settings import ReplaySettings
 from torchscout.session.replay.summary import SummaryRecorder
 from torchscout.session.replay.time_comparison import Compared, TimeComparison
 from torchscout.state.table import StateTable
@@ -80,8 +79,6 @@ class _Ballot(NamedTuple):
     state_differs: int = 0
     found: int = 0
     """How many incidents this rank reports."""
-    changes: int = 0
-    """How many changes of settings were requested on rank 0."""
     held_up: int = 0
     """Highest on the first rank whose state has NaN or infinity, or was not watched: that rank logs it."""
 
@@ -91,8 +88,8 @@ class ReplayDriver:
 
     def __init__(self, parts: ReplayParts) -> None:
         """Compare state before the first update, and prepare the first step. Every rank makes this call."""
-        self._parts, config = parts, parts.config
-        self._settings = ReplaySettings(config)
+        self._parts = parts
+        self._config = config = parts.config
         self._guard, self._communicators = parts.boundary.guarded, parts.communicators
         self._recipes, self._certifier = parts.recipes, parts.certifier
         self._rotation = Rotation({each.kind: each.order for each in parts.recipes}, config.intervals)
@@ -100,9 +97,9 @@ class ReplayDriver:
         self._replayer.variants = config.variants
         self._replayer.saved_calls = parts.certifier.saved_calls
         self._replayer.still_here = parts.still_alive
-        self._replayer.now = self._now
         paths = [each.order.cycle for each in parts.recipes if each.kind == EXPERTS]
-        self._pace = Pace(parts.peers(LayerKind.DENSE, False).device, max(paths, default=0))
+        self._pace = Pace(config, parts.peers(LayerKind.DENSE, False).device, max(paths, default=0))
+        self._replayer.now = self._pace.now
         self._ownership = parts.table.ownership
         self._owned_state = [each for each in parts.recipes if isinstance(each, OwnedStateRecipe)]
         self._peers = parts.peers(LayerKind.DENSE, False)
@@ -144,10 +141,6 @@ class ReplayDriver:
             undo.pop_all()
 
     @property
-    def _config(self) -> ReplayConfig:
-        return self._settings.config
-
-    @property
     def certified_step(self) -> int | None:
         return self._certifier.certified_step
 
@@ -180,7 +173,7 @@ class ReplayDriver:
 
     def step_finished(self, step: int) -> None:
         """Called right after the update: run the check that is due, if any, and prepare the next step."""
-        update_ended = self._now()
+        update_ended = self._pace.now()
         self._pace.step_took(update_ended - self._step_began)
         for each in self._owned_state:
             each.update_ended()
@@ -211,7 +204,7 @@ class ReplayDriver:
             compared = self._exchange(step, findings, findings.measured, is_final=True)
         self._pace.has_replayed(step)
         self._certify(step, compared, check)
-        self._pace.check_took(self._now() - began, check.paths, findings.on_shapes)
+        self._pace.check_took(self._pace.now() - began, check.paths, findings.on_shapes)
         self._guard(self._report_coverage)
 
     def _doubted(self, step: int, findings: Findings, measured: Sequence[Measured]) -> Collection[str]:
@@ -232,11 +225,10 @@ class ReplayDriver:
         self, step: int, findings: Findings, measured: Sequence[Measured], *, is_final: bool
     ) -> Compared:
         self._guard(lambda: self._conclude_times(wait=True))
-        changes = self._settings.requests if self._rank == 0 else 0
         first = self._communicators.size - self._rank if self._held_up else 0
-        own = _Ballot(SEVERITY.index(self._unsettled), 0, len(self._found), changes, first)
+        own = _Ballot(SEVERITY.index(self._unsettled), 0, len(self._found), first)
         counted = self._certifier.votes(self._unsettled, differs=self._capture_is_doubtful(findings))
-        votes = [*own, *self._pace.vote(self._config), *counted]
+        votes = [*own, *self._pace.vote(), *counted]
         return self._times.exchange(step, measured, votes, is_final=is_final)
 
     def _covered_at(self, step: int) -> CheckCoverage:
@@ -280,8 +272,8 @@ class ReplayDriver:
         self._write(slow.records)
 
     def _certify(self, step: int, compared: Compared, check: CheckCoverage) -> None:
-        """Act on the votes of all ranks: report incidents, move the gate, and agree on the settings of the
-        next check."""
+        """Act on the votes of all ranks: report incidents, move the gate, and agree on what the next check
+        may cost."""
         highest = iter(compared.highest)
         agreed = _Ballot(*islice(highest, len(_Ballot._fields)))
         agreed_pace = PaceVote(*islice(highest, len(PaceVote._fields)))
@@ -296,9 +288,7 @@ class ReplayDriver:
             kept = self._certifier.captures
             self._guard(lambda: self._recorder.record(trust_in(self._certifier.state(), step, is_kept=kept)))
         self._unsettled, self._last_check = Outcome.HEALTHY, step
-        if agreed.changes > self._settings.adopted:
-            self._adopt(self._communicators.from_rank_0(self._settings.requested()))
-        self._pace.adopt(agreed_pace, self._config, self._rotation, step)
+        self._pace.adopt(agreed_pace, self._rotation, step)
 
     def disconnect(self, step: int) -> None:
         """Called when a check has failed on this rank: close SCOUT's groups, which ends the check on all
@@ -318,15 +308,12 @@ class ReplayDriver:
         """Connect all ranks again, and continue with the checks after this step. Every rank makes this call.
 
         Raises ``ChannelError`` if that fails. In the check that failed, some ranks may have come further than
-        others. So everything on which exchanges depend is made equal again: the schedule and the settings are
-        rank 0's, and times are compared from the beginning.
+        others. So everything on which exchanges depend is made equal again: the schedule is rank 0's, and
+        times are compared from the beginning.
         """
         self._parts.still_alive()
         self._communicators.connect()
-        own = {"rotation": self._rotation.position(), "settings": self._settings.current()}
-        agreed = self._communicators.from_rank_0(own)
-        self._adopt(agreed["settings"])
-        self._rotation.move_to(agreed["rotation"], self._config.intervals, step)
+        self._rotation.move_to(self._communicators.from_rank_0(self._rotation.position()), step)
         self._times.start_over()
         self._pace.start_over()
         self._replayer.warm_up_again()
@@ -353,13 +340,6 @@ class ReplayDriver:
         result = _SWEPT.get(SEVERITY[agreed.severity], SweepResult.COULD_NOT_RUN)
         return SweepReport(result, bool(agreed.state_differs), unswept)
 
-    def change(self, **settings: Any) -> None:
-        """Request other settings from the next check on. Rank 0's request applies to all ranks.
-
-        Raises ``ValueError`` for settings that cannot change while replay runs.
-        """
-        self._settings.request([each.kind for each in self._recipes], **settings)
-
     def status(self) -> Mapping[str, Any]:
         """What has been checked and when, how far the rotation is, and what could not be checked."""
         return {
@@ -381,7 +361,7 @@ class ReplayDriver:
             "checks": self.checks,
             "certified": self.certified_step,
             "turns": self._rotation.turns(),
-            "share": self._pace.share(self._config, self._rotation.stretch),
+            "share": self._pace.share(self._rotation.stretch),
             "max_overhead": self._config.max_overhead,
             **self._history.metrics(),
         }
@@ -448,10 +428,3 @@ class ReplayDriver:
             self._has_reported_coverage = True
             if self._rank == 0:
                 log.info("after the first cycle of checks: %s", self.covered().sentence())
-
-    def _adopt(self, settings: Mapping[str, Any]) -> None:
-        self._settings.adopt(settings)
-        self._replayer.variants = self._config.variants
-
-    def _now(self) -> float:
-        return self._pace.now(self._config)

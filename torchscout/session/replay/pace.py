@@ -34,9 +34,9 @@ class PaceVote(NamedTuple):
 class Pace:
     """The time that steps and checks take on this rank."""
 
-    def __init__(self, device: torch.device, paths: int) -> None:
+    def __init__(self, config: ReplayConfig, device: torch.device, paths: int) -> None:
         """``paths`` are the expert shapes in a cycle of this rank."""
-        self._device, self._paths = device, paths
+        self._config, self._device, self._paths = config, device, paths
         self._budget = OverheadBudget()
         self.steps: deque[tuple[int, float]] = deque(maxlen=_REMEMBERED)
         """The milliseconds of a step between each two checks, with the step of the second one. A check waits
@@ -56,9 +56,9 @@ class Pace:
             self.steps.append((step, 1000 * (now - since) / (step - last)))
         self._last_check = step, now
 
-    def now(self, config: ReplayConfig) -> float:
+    def now(self) -> float:
         """The time; with a budget, not before the device has finished the work of training."""
-        if config.max_overhead is not None and self._device.type == "cuda":
+        if self._config.max_overhead is not None and self._device.type == "cuda":
             torch.cuda.synchronize()
         return time.monotonic()
 
@@ -68,22 +68,20 @@ class Pace:
     def check_took(self, seconds: float, shapes: int, on_shapes: float) -> None:
         self._budget.check_took(seconds, shapes, on_shapes)
 
-    def share(self, config: ReplayConfig, stretch: int) -> float | None:
+    def share(self, stretch: int) -> float | None:
         """The share of time that checks take; None if not known yet."""
-        return self._budget.share(min(config.intervals.values()) * stretch)
+        return self._budget.share(min(self._config.intervals.values()) * stretch)
 
-    def vote(self, config: ReplayConfig) -> PaceVote:
-        stretch = self._budget.stretch(min(config.intervals.values()), config.max_overhead)
-        interval = config.intervals.get(EXPERTS)
+    def vote(self) -> PaceVote:
+        intervals, budget = self._config.intervals, self._config.max_overhead
+        stretch = self._budget.stretch(min(intervals.values()), budget)
+        interval = intervals.get(EXPERTS)
         if not self._paths or interval is None:  # this rank has time for as many as the others have
             return PaceVote(stretch)
-        fitting = self._budget.together(interval * stretch, config.max_overhead)
+        fitting = self._budget.together(interval * stretch, budget)
         return PaceVote(stretch, -min(self._paths, fitting))
 
-    @staticmethod
-    def adopt(agreed: PaceVote, config: ReplayConfig, rotation: Rotation, step: int) -> None:
+    def adopt(self, agreed: PaceVote, rotation: Rotation, step: int) -> None:
         """Apply what all ranks have agreed on after the check at this step."""
-        if config.max_overhead is None:
-            rotation.change(config.intervals, 1, step)
-        else:
-            rotation.change(config.intervals, agreed.stretch, step, {EXPERTS: -agreed.fewest})
+        if self._config.max_overhead is not None:
+            rotation.change(agreed.stretch, step, {EXPERTS: -agreed.fewest})
