@@ -56,11 +56,8 @@ def encode(tree: Any, names: Mapping[int, str] = MappingProxyType({})) -> Encode
         raise CheckpointError(f"{encoder.place} {error}") from error
 
 
-def decode(document: Any, tensors: Mapping[str, torch.Tensor], _: object = None) -> Any:
-    """Restore a tree. Raises ``DamagedError``, with the path, if this is not an encoded tree.
-
-    The last argument is not used any more; ``shards.load`` still passes it.
-    """
+def decode(document: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+    """Restore a tree. Raises ``DamagedError``, with the path, if this is not an encoded tree."""
     decoder = _Decoder(tensors)
     try:
         return decoder.value(document)

@@ -12,7 +12,7 @@ import os
 import secrets
 import shutil
 import stat
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -127,8 +127,8 @@ def verify(path: Path | str) -> Report:
     return Report(path, header, tuple(damaged), tuple(problems))
 
 
-def load(path: Path | str, named: Iterable[type] = ()) -> Restored:
-    """Read and verify a state; ``named`` are the classes of named tuples in it. Raises ``DamagedError``."""
+def load(path: Path | str) -> Restored:
+    """Read and verify a state; raises ``DamagedError``."""
     from torchscout.state.encoding import decode  # imports torch
 
     with _opened(Path(path)) as (file, size):
@@ -136,7 +136,7 @@ def load(path: Path | str, named: Iterable[type] = ()) -> Restored:
         check_padding(header, lambda offset, length: _read(file, offset, length))
         tensors = {entry.name: _tensor(file, entry) for entry in header.entries}
         recorded = {id(tensors[each.name]): each.signature for each in header.entries if each.signature}
-        return Restored(header, decode(header.document, tensors, named), recorded)
+        return Restored(header, decode(header.document, tensors), recorded)
 
 
 def read_tensor(path: Path | str, entry: Entry) -> Any:
