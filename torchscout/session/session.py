@@ -244,7 +244,9 @@ class Session:
     def register_state(self, name: str, stateful: Stateful) -> None:
         """Add an object to checkpoints: a scheduler, a scaler, the position of a data loader.
 
-        It has ``state_dict`` and ``load_state_dict``. Register it before ``resume``, on every rank.
+        It has ``state_dict`` and ``load_state_dict``. Register it before ``resume``, on every rank. What has
+        the position in the data must have ``__iter__``, unless batches are fetched with ``watch_input``:
+        anything else is recorded when the next step is seen to begin, which may be after its batch was drawn.
         """
         self._manager().register(name, stateful)
 
