@@ -12,7 +12,7 @@ import os
 import secrets
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,7 @@ from torchscout.utils.private_files import NoLocksError, open_file, open_to_read
 
 __all__ = [
     "TEMPORARY",
+    "OpenShard",
     "Report",
     "Restored",
     "clean",
@@ -270,12 +271,37 @@ def _space_left(path: Path, size: int) -> str:
     return f" ({size} bytes to write, {free} free)"
 
 
+class OpenShard:
+    """A shard whose file is open until ``close``: it can be read although it is deleted meanwhile."""
+
+    def __init__(self, path: Path) -> None:
+        """Read and verify the header; raises ``CheckpointError``."""
+        self._path = path
+        with _naming(path), ExitStack() as undo:
+            self._file = undo.enter_context(open_to_read(path))
+            self.header = _header(self._file.fileno(), os.fstat(self._file.fileno()).st_size)
+            undo.pop_all()
+
+    def tensor(self, entry: Entry) -> Any:
+        """As ``read_tensor``."""
+        with _naming(self._path):
+            return _tensor(self._file.fileno(), entry)
+
+    def close(self) -> None:
+        self._file.close()
+
+
 @contextmanager
 def _opened(path: Path) -> Iterator[tuple[int, int]]:
     """Open a file and yield it with its size; errors name the path."""
+    with _naming(path), open_to_read(path) as file:
+        yield file.fileno(), os.fstat(file.fileno()).st_size
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
     try:
-        with open_to_read(path) as file:
-            yield file.fileno(), os.fstat(file.fileno()).st_size
+        yield
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
     except DamagedError as error:
