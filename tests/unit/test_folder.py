@@ -8,19 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.checkpoint_folders import GATE, JOB, make_disk
-from torchscout.checkpoint import ledger
 from torchscout.checkpoint.folder import (
     Owner,
-    adopt,
     agreed_name,
     claim,
     name_in,
     owner_of,
     put_name,
 )
-from torchscout.checkpoint.storage import shards
-from torchscout.checkpoint.storage.shard_files import shard_files
 from torchscout.config import JOB_NAME
 from torchscout.errors import CheckpointError
 
@@ -75,22 +70,6 @@ def test_another_jobs_folder_is_refused_with_a_way_out():
         agreed_name("b", Path("x"), ["a", None])
     with pytest.raises(CheckpointError, match=r"x: 'a', 'b'.*adopt"):
         agreed_name(None, Path("x"), ["a", "b"])
-
-
-def test_an_adopted_folder_is_the_new_jobs_altogether(tmp_path: Path):
-    make_disk(tmp_path)
-    put_name(tmp_path, JOB)
-    ledger.write(tmp_path, 0, GATE, job=JOB, world_size=4)
-    assert (tmp_path / "rank-0.ledger.previous").exists()
-    done = adopt(tmp_path, "heir")
-    assert (done.shards, done.ledgers, done.damaged) == (12, 4, ())
-    assert name_in(tmp_path) == "heir"
-    assert {shards.inspect(each.path).identity.job for each in shard_files(tmp_path)} == {"heir"}
-    assert all(shards.verify(each.path).whole for each in shard_files(tmp_path))
-    (tmp_path / "rank-0.ledger").unlink()
-    found = ledger.inspect(tmp_path, 0, job="heir")
-    assert found is not None
-    assert found.gate == GATE, "the previous ledger is the new job's, too"
 
 
 def test_a_released_folder_is_free(tmp_path: Path):
