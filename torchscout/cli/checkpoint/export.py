@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -71,7 +72,8 @@ def export(options: ExportOptions) -> None:
         )
         raise typer.BadParameter(problem, param_hint="--generation")
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # it opens a file of each rank
+    with suppress(ValueError, OSError):  # it keeps a file of each rank open, for which this may be enough
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     with exiting(ValueError, CheckpointError, OSError):
         report, generation = _newest_exported(options, contents)
     print_report(report, _screen(report, generation), as_json=options.as_json, output=options.output)
