@@ -47,8 +47,8 @@ TORCH_FREE = [
     "torchscout.cli.main",
     "torchscout.checkpoint.ledger",
     "torchscout.checkpoint.gate",
-    "torchscout.checkpoint.storage.lock",
-    "torchscout.checkpoint.storage.retention",
+    "torchscout.checkpoint.folder",
+    "torchscout.checkpoint.memory",
     "torchscout.checkpoint.storage.shards",
     *sorted(
         {

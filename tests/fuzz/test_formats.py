@@ -24,8 +24,8 @@ from tests.support.run_dirs import read_ends, read_roster
 from tests.unit.test_record import AGREEMENTS, EVIDENCE, INCIDENT, NOT_CHECKED, RESOLVED, TIMES
 from tests.unit.test_report import write_run
 from torchscout.checkpoint import ledger
+from torchscout.checkpoint.folder import Owner
 from torchscout.checkpoint.gate import CheckpointGate, Generation, TrustLevel
-from torchscout.checkpoint.storage.owner import Owner, refusal
 from torchscout.checkpoint.storage.shard_format import Blob, ShardIdentity, decode, encode
 from torchscout.config import ObserverConfig, ReplayConfig, StragglerConfig
 from torchscout.decision.progress import CommGroup, Phase
@@ -48,8 +48,8 @@ def test_lock_owners():
     def attempt(chance: random.Random) -> None:
         owner = Owner.from_bytes(text_mutant(chance, document))
         if owner is not None:
-            refusal(Path("folder"), owner)
-            assert owner.is_gone in (True, False)
+            assert owner.is_this_process in (True, False)
+            assert "since" in str(owner)
 
     tried(attempt, ())
 

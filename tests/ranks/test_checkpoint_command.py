@@ -26,10 +26,11 @@ from tests.support.checkpoint_folders import (
     rewrite,
 )
 from tests.support.gates import train
+from torchscout.checkpoint import folder as folders
 from torchscout.checkpoint import ledger
+from torchscout.checkpoint.folder import claim
 from torchscout.checkpoint.gate import CheckpointGate, Generation, Recovered, transition
-from torchscout.checkpoint.storage import job_file, shards
-from torchscout.checkpoint.storage.lock import claim
+from torchscout.checkpoint.storage import shards
 from torchscout.checkpoint.storage.shard_files import shard_files
 from torchscout.cli.main import app
 from torchscout.utils.text import ranks_in_words
@@ -141,7 +142,7 @@ def test_memory_is_told_from_disk_by_its_file_system(tmp_path: Path):
         shutil.rmtree(folder)
 
 
-CLAIM = "import sys; from torchscout.checkpoint.storage.lock import claim; claim(sys.argv[1], 'live')"
+CLAIM = "import sys; from torchscout.checkpoint.folder import claim; claim(sys.argv[1], 'live')"
 CLAIM += "; print('held', flush=True); sys.stdin.readline()"
 
 
@@ -451,7 +452,7 @@ def test_adopt_lets_a_job_take_over_what_another_one_has_written(disk: Path):
     ledger.write(disk, 0, GATE, job=JOB, world_size=4, coverage="Checks cover everything.")
     with claim(disk, "run7"):
         assert "is in use by job 'run7'" in run("adopt", disk, "--as", "mine", expect=1).output
-    assert job_file.name_in(disk) == JOB, "the ledgers say so"
+    assert folders.name_in(disk) is None
     report = ask("adopt", disk, "--as", "mine")
     assert (report["shards"], report["ledgers"], len(report["damaged"])) == (11, 4, 1)
     assert report["damaged"][0].startswith(f"{damaged}: tensor ")
@@ -481,4 +482,6 @@ def test_adopt_lets_a_job_take_over_what_another_one_has_written(disk: Path):
     assert ask("adopt", disk, "--as", "mine")["shards"] == 11, "idempotent"
     assert {path: path.stat().st_ino for path in disk.rglob("*.shard")} == inodes, "and nothing is rewritten"
     assert ask("list", disk, "--job", "mine")["job"] == "mine"
+    (disk / "rank-0.ledger").unlink()
+    assert ledger.inspect(disk, 0, job="mine"), "nor is the previous ledger of the other job"
     run("adopt", disk, "--as", "not a name", expect=2)

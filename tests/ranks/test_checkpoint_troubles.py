@@ -19,8 +19,8 @@ from tests.support.ranks import RankError, run_ranks
 from tests.support.small_job import until
 from tests.support.spread_checkpoints import outcomes
 from torchscout.checkpoint import ledger
+from torchscout.checkpoint.folder import claim
 from torchscout.checkpoint.storage import shards
-from torchscout.checkpoint.storage.lock import claim
 from torchscout.faults.plan import FaultPlan
 from torchscout.faults.storage import can_fill_disks, on_a_small_disk, restore_folder
 from torchscout.report.document import examined

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 import torchscout
-from torchscout.checkpoint.storage.lock import claim
+from torchscout.checkpoint.folder import claim
 from torchscout.cli.doctor import probes
 from torchscout.cli.doctor.network import meet, reach_own_board
 from torchscout.cli.doctor.probes import folder_at
@@ -122,7 +122,7 @@ def in_small_memory(folder: Path, before: str, code: str) -> str:
 
 
 MEMORY = """
-from torchscout.checkpoint.storage.memory import memory_root
+from torchscout.checkpoint.memory import memory_root
 from torchscout.cli.doctor.machine_checks import memory
 from torchscout.cli.doctor.facts import JobDescription
 from torchscout.cli.doctor.probes import folder_at

@@ -15,6 +15,8 @@ from typer.testing import CliRunner, Result
 
 from tests.support.ranks import run_ranks
 from tests.support.reshard_jobs import Job, Net, damage, load_exported, train
+from torchscout.checkpoint.export import safetensors
+from torchscout.cli.checkpoint import export as cli
 from torchscout.cli.main import app
 
 READER = """
@@ -158,3 +160,113 @@ def test_wrong_arguments_are_refused(tmp_path: Path):
         each.unlink()
     assert "--latest or --generation" in run(folder, "--to", "dcp", *where, expect=1).stderr
     assert ask(folder, "--to", "dcp", *where, "--generation", "2")["trust"] == "none"
+
+
+JOB_THAT_GOES_ON = """
+import shutil, sys
+from dataclasses import replace
+from pathlib import Path
+from torchscout.checkpoint import ledger
+from torchscout.checkpoint.gate import CheckpointGate, Generation, Row
+from torchscout.checkpoint.storage.shard_files import shard_files
+from torchscout.checkpoint.storage.shard_format import Blob, encode
+from torchscout.checkpoint.storage.shards import inspect, path_of, write
+
+folder, last = Path(sys.argv[1]), int(sys.argv[2])
+files = shard_files(folder)
+newest = files[-1].generation
+known = [inspect(each.path) for each in files if each.generation == newest]
+for step in range(newest.step + 1, last + 1):
+    number = step.to_bytes(4, "little")
+    for header in known:
+        identity = replace(header.identity, generation=Generation(step))
+        blobs = [Blob(x.name, x.dtype, x.shape, (number * x.length)[: x.length]) for x in header.entries]
+        write(path_of(folder, identity, identity.rank), encode(identity, header.role, header.document, blobs))
+    kept = [Generation(step - 1), Generation(step)]
+    flags = dict.fromkeys(["accepted", "sealed", "in_memory", "in_files", "verified"], True)
+    rows = tuple(Row(each, **flags) for each in kept)
+    for header in known:
+        gate = CheckpointGate(step=step, rows=rows)
+        ledger.write(folder, header.identity.rank, gate, job=header.identity.job, world_size=len(known))
+    for each in shard_files(folder):
+        if each.generation not in kept:
+            shutil.rmtree(each.path.parent, ignore_errors=True)
+"""
+
+
+def goes_on(folder: Path, last: int) -> subprocess.Popen[bytes]:
+    """A job that keeps its last two generations. All numbers of a generation tell its step."""
+    return subprocess.Popen([sys.executable, "-c", JOB_THAT_GOES_ON, str(folder), str(last)])
+
+
+def exported_step(target: Path) -> int:
+    """The step that was exported, after a look at all numbers."""
+    step: int = json.loads((target / "torchscout.json").read_text())["step"]
+    for tensor in load_file(target / "model.safetensors").values():
+        assert (tensor.view(torch.int32) == step).all(), step
+    return step
+
+
+@pytest.fixture
+def live(tmp_path: Path) -> Path:
+    """A job's folder at step 4."""
+    folder, _ = trained(tmp_path, "fsdp", 2)
+    assert goes_on(folder, 4).wait() == 0
+    return folder
+
+
+def test_what_a_job_deletes_while_it_is_exported_is_exported_whole(
+    live: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    write = safetensors.write
+
+    def write_late(*arguments: Any, **named: Any) -> list[str]:
+        assert goes_on(live, 6).wait() == 0
+        assert not list(live.glob("step-0000000004*"))
+        return write(*arguments, **named)
+
+    monkeypatch.setattr(safetensors, "write", write_late)
+    run(live, "--to", "safetensors", "-o", tmp_path / "weights")
+    assert exported_step(tmp_path / "weights") == 4
+
+
+@pytest.mark.parametrize("chosen", [[], ["--latest"], ["--generation", "4"]], ids=str)
+def test_of_what_a_job_has_deleted_before_it_is_read_another_one_is_exported_or_none(
+    live: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chosen: list[str]
+):
+    read, listings = cli.contents_in, 0
+
+    def read_early(*arguments: Any) -> Any:
+        nonlocal listings
+        listings += 1
+        found = read(*arguments)
+        if listings == 1:
+            assert goes_on(live, 6).wait() == 0
+        return found
+
+    monkeypatch.setattr(cli, "contents_in", read_early)
+    target = tmp_path / "weights"
+    done = run(live, "--to", "safetensors", "-o", target, *chosen, expect=int("--generation" in chosen))
+    if "--generation" in chosen:
+        assert "there is no generation of step 4 here" in done.stderr
+        assert not target.exists()
+    else:
+        assert exported_step(target) == 6
+
+
+@pytest.mark.slow
+def test_an_export_while_a_job_writes_and_deletes_is_of_one_generation(live: Path, tmp_path: Path):
+    with goes_on(live, 200) as job:
+        number = 0
+        while job.poll() is None:
+            number += 1
+            target = tmp_path / f"weights-{number}"
+            arguments = ["checkpoint", "export", live, "--to", "safetensors", "-o", target]
+            done = CliRunner().invoke(app, [*map(str, arguments)])
+            if done.exit_code:
+                assert "a job changes these folders while they are read; run it again" in done.stderr
+                assert not target.exists()
+            else:
+                exported_step(target)
+    run(live, "--to", "safetensors", "-o", tmp_path / "last")
+    assert exported_step(tmp_path / "last") == 200

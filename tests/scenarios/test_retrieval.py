@@ -534,7 +534,6 @@ ROWS = [
         "a process was killed in the middle of a file on NFS: the next job removes it",
         given=Unfinished("killed", is_nfs=True),
         must_come="is removed",
-        wrong=wrong_today("checkpoint B6", says="stays"),
     ),
     Row(
         "a process is in the middle of a file on NFS: another job leaves it alone",
@@ -570,7 +569,6 @@ ROWS = [
         "the folder is deleted while the first run begins to use it: only one of two may, all the same",
         given=TwoRuns(is_forgotten=True),
         must_come=1,
-        wrong=wrong_today("checkpoint B9", says=2),
     ),
     Row(
         "all ranks knew of the step at which they are to connect again",

@@ -140,8 +140,8 @@ GRADES = [
     (full_files(GIB, None), "warn", "1.0 GiB"),
     (memory(), "ok", "80.0 GiB of 100.0 GiB"),
     (memory(6 * GIB, 2), "ok", "6 copies"),
-    (memory(7 * GIB, 2), "fail", "42 GiB", "--shm-size"),
-    (memory(3 * GIB, 2, 2), "fail", "14 x 3 GiB"),  # four of each neighbour's besides
+    (memory(7 * GIB, 2), "fail", "42.0 GiB", "--shm-size"),
+    (memory(3 * GIB, 2, 2), "fail", "14 x 3.0 GiB"),  # four of each neighbour's besides
     (memory(size=64 << 20, free=64 << 20), "warn", "containers"),
     (memory(in_memory=False), "warn", "disk"),
     (memory(problem="/dev/shm: read-only"), "fail", "read-only"),

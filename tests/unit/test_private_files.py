@@ -12,15 +12,16 @@ import pytest
 from tests.support.run_dirs import read_roster
 from tests.unit.test_record import INCIDENT
 from tests.unit.test_stacks import SIGNAL
+from torchscout.checkpoint import folder as folders
 from torchscout.checkpoint import ledger
-from torchscout.checkpoint.gate import CheckpointGate
-from torchscout.checkpoint.storage import lock, lock_by_name, shards
-from torchscout.checkpoint.storage.owner import Owner
+from torchscout.checkpoint.storage import shards
 from torchscout.errors import CheckpointError
 from torchscout.observer import monitor, stacks
 from torchscout.observer.record import directory
 from torchscout.run.folder import RankEntry
+from torchscout.run.reader import runs_of
 from torchscout.run.writer import RunWriter
+from torchscout.utils.private_files import open_to_read
 
 
 @pytest.fixture
@@ -88,33 +89,34 @@ def test_other_files_in_the_records_folder_are_ignored(home: Path):
     assert directory.records_home() == home
 
 
-def test_a_lock_that_is_a_link_is_refused(tmp_path: Path, victim: Path):
-    folder = tmp_path / "folder"
-    folder.mkdir()
-    (folder / "lock").symlink_to(victim)
-    with pytest.raises(CheckpointError, match="cannot lock"):
-        lock.claim(folder, "job")
-    with pytest.raises(CheckpointError, match="cannot read the lock of"):
-        lock.owner_of(folder)
+LINKED = {
+    "the lock": ("lock", folders.owner_of),
+    "the lock, to take it": ("lock", lambda folder: folders.claim(folder, "job")),
+    "the job's name": ("job", folders.name_in),
+    "a ledger": ("rank-0.ledger", lambda folder: ledger.inspect(folder, 0)),
+    "a shard": ("a.shard", lambda folder: shards.inspect(folder / "a.shard")),
+    "the tensors of a shard": ("a.shard", lambda folder: shards.load(folder / "a.shard")),
+    "the state of a shard to copy": ("a.shard", lambda folder: open_to_read(folder / "a.shard")),
+    "the runs of a job": ("runs.jsonl", runs_of),
+}
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe", "folder"])
+@pytest.mark.parametrize("name", LINKED)
+def test_what_is_no_file_in_a_checkpoint_folder_is_neither_followed_nor_waited_for(
+    tmp_path: Path, victim: Path, name: str, kind: str
+):
+    file, read = LINKED[name]
+    (folder := tmp_path / "folder").mkdir()
+    if kind == "link":
+        (folder / file).symlink_to(victim)
+    elif kind == "pipe":
+        os.mkfifo(folder / file)
+    else:
+        (folder / file).mkdir()
+    with pytest.raises((CheckpointError, OSError), match=r"cannot|not a regular file|symbolic"):
+        read(folder)
     assert victim.read_text() == "precious"
-
-
-def test_a_lock_by_name_that_is_a_link_is_refused(tmp_path: Path, victim: Path):
-    (tmp_path / "lock.owner").symlink_to(victim)
-    with pytest.raises((CheckpointError, OSError)):
-        lock_by_name.take(tmp_path, Owner.own("job", "run"))
-    assert victim.read_text() == "precious"
-
-
-def test_ledgers_and_shards_that_are_links_are_refused(tmp_path: Path):
-    (tmp_path / "real").mkdir()
-    ledger.write(tmp_path / "real", 0, CheckpointGate(), job="job", world_size=1)
-    (tmp_path / "rank-0.ledger").symlink_to(tmp_path / "real" / "rank-0.ledger")
-    with pytest.raises(CheckpointError, match="cannot read"):
-        ledger.inspect(tmp_path, 0)
-    (tmp_path / "a.shard").symlink_to(tmp_path / "real" / "rank-0.ledger")
-    with pytest.raises(CheckpointError, match="cannot read"):
-        shards.inspect(tmp_path / "a.shard")
 
 
 def test_records_do_not_follow_links_and_are_the_owners_alone(tmp_path: Path, victim: Path):

@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 
 from tests.support.small_job import until
-from torchscout.checkpoint.storage.owner import Owner
 from torchscout.utils import procfs
 
 GIB = 1 << 30
@@ -106,28 +105,6 @@ def test_processes_are_found_by_their_environment(process: subprocess.Popen[byte
 def test_file_systems_in_memory():
     assert procfs.is_in_memory(Path("/dev/shm"))
     assert not procfs.is_in_memory(Path("/proc"))
-
-
-def test_an_owner_is_not_gone_because_no_descriptor_is_left_to_look_with():
-    """The lock of a folder would be taken from a job that runs."""
-    program = """
-import os, resource
-from torchscout.checkpoint.storage.owner import Owner
-own = Owner.own("job", "run")
-resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) - 1, 64))
-print(own.is_gone)
-"""
-    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert ran.stdout == "False\n"
-
-
-def test_an_owner_is_gone_once_it_has_ended(process: subprocess.Popen[bytes]):
-    own = Owner.own("job", "run")
-    other = Owner("job", own.host, process.pid, stat_of(process.pid).started, own.since, own.run)
-    assert not own.is_gone
-    assert not other.is_gone
-    process.kill()
-    until(lambda: other.is_gone, "the owner is gone", 60)
 
 
 def machine(

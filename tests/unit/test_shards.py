@@ -17,7 +17,7 @@ import torch
 
 from tests.support.states import save
 from torchscout.checkpoint.gate import Generation, TrustLevel
-from torchscout.checkpoint.storage.memory import check_budget
+from torchscout.checkpoint.memory import check_budget
 from torchscout.checkpoint.storage.shard_format import ShardIdentity, decode, encode
 from torchscout.checkpoint.storage.shards import clean, inspect, load, path_of, verify, write
 from torchscout.errors import CheckpointError, DamagedError
@@ -151,8 +151,8 @@ def test_a_file_that_is_not_a_shard_is_refused_by_name(tmp_path: Path, read: Cal
     (tmp_path / "text").write_text("hello")
     (tmp_path / "folder").mkdir()
     os.mkfifo(tmp_path / "pipe")
-    for name, message in (("text", "too few"), ("folder", "not a file"), ("pipe", "not a file")):
-        with pytest.raises(DamagedError, match=f"{name}: .*{message}"):
+    for name, message in (("text", "too few"), ("folder", "not a reg"), ("pipe", "not a reg")):
+        with pytest.raises(CheckpointError, match=f"{name}: .*{message}"):
             read(tmp_path / name)
         assert not verify(tmp_path / name).whole
     with pytest.raises(CheckpointError, match=r"cannot read .*gone: No such file"):

@@ -25,6 +25,7 @@ from torchscout.checkpoint.storage import shards
 from torchscout.checkpoint.storage.inventory import Member
 from torchscout.checkpoint.storage.shard_format import ShardIdentity
 from torchscout.errors import CheckpointError
+from torchscout.utils.private_files import open_to_read
 
 __all__ = ["BackgroundWriter"]
 
@@ -252,7 +253,7 @@ def _copy(source: Path, target: Path) -> None:
     """Write the shard in this file, which may be longer, to another file."""
     size = shards.inspect(source).size
     with (
-        source.open("rb") as file,
+        open_to_read(source) as file,
         mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ) as memory,
         memoryview(memory) as shard,
     ):

@@ -35,6 +35,7 @@ from torchscout.checkpoint.storage import shards
 from torchscout.checkpoint.storage.shard_files import shard_files
 from torchscout.checkpoint.storage.shard_format import ShardIdentity
 from torchscout.errors import CheckpointError
+from torchscout.utils.private_files import open_file
 
 __all__ = ["Buffer", "BufferPool"]
 
@@ -120,7 +121,7 @@ class Buffer:
     def _map(self, size: int) -> None:
         if self._file is None:  # it is of an earlier run
             self.path.chmod(0o600)
-            self._file = os.open(self.path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+            self._file = open_file(self.path, os.O_RDWR)
             self.shard_bytes = os.fstat(self._file).st_size
             os.fchmod(self._file, 0o400)
             with suppress(BlockingIOError):  # a data loader's worker of the killed job has inherited the lock

@@ -8,7 +8,6 @@ new one is damaged later.
 from __future__ import annotations
 
 import json
-import os
 import re
 import threading
 from collections.abc import Callable, Sequence
@@ -18,11 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from torchscout.checkpoint.gate import FLAGS, CheckpointGate, Generation, Row, is_number
-from torchscout.checkpoint.storage import retention, shards
+from torchscout.checkpoint.storage import shards
 from torchscout.checkpoint.storage.inventory import Member, Tier
-from torchscout.checkpoint.storage.shard_files import ShardFile, shard_files
+from torchscout.checkpoint.storage.shard_files import ShardFile, remove_shards, shard_files
 from torchscout.checkpoint.storage.shard_format import digest
 from torchscout.errors import CheckpointError, DamagedError
+from torchscout.utils.private_files import open_to_read
 
 __all__ = [
     "SCHEMA",
@@ -250,7 +250,7 @@ class Ledgers:
         Raises ``CheckpointError`` if some could not be deleted.
         """
         needed = self.needed(tier, gate)
-        retention.remove(
+        remove_shards(
             each
             for each in self._own(tier, lambda generation: generation not in needed, gate.lineage)
             # In memory, a copy of another rank's state is deleted when its owner asks for that.
@@ -277,7 +277,7 @@ class Ledgers:
             for each in held
             if (disk / each.path.relative_to(memory)).exists() or each.generation not in gate.held
         ]
-        retention.remove(unneeded)
+        remove_shards(unneeded)
         if len(unneeded) == len(held):
             remove(memory, self._member.rank)
 
@@ -300,9 +300,7 @@ def _sealed(body: bytes) -> bytes:
 
 
 def _bytes(path: Path) -> bytes:
-    """Read the file; does not follow a link, block on a pipe, or read a huge file."""
-    extra = os.O_NONBLOCK | os.O_NOFOLLOW
-    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | extra)) as file:
+    with open_to_read(path) as file:
         return file.read(_MAX_BYTES + 1)
 
 

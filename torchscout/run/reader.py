@@ -41,6 +41,7 @@ from torchscout.run.folder import (
     read_heartbeat,
     read_unwatched,
 )
+from torchscout.utils.private_files import open_to_read
 
 __all__ = [
     "Follower",
@@ -311,7 +312,9 @@ def runs_of(checkpoints: Path) -> list[Path]:
     """Return the run directories of the runs that have used a folder of checkpoints; raises ``OSError``."""
     found = dict[Path, None]()
     with suppress(FileNotFoundError):
-        for line in (checkpoints / RUNS_FILE).read_text().splitlines():
+        with open_to_read(checkpoints / RUNS_FILE) as file:
+            lines = file.read().splitlines()
+        for line in lines:
             with suppress(ValueError):  # a line that a full disk has cut short
                 if isinstance(run_dir := json.loads(line), str):
                     found[Path(run_dir)] = None

@@ -6,23 +6,34 @@ Other users who may write to ``/dev/shm`` or ``/tmp`` can create a link or a fol
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import stat
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import BinaryIO
 
 __all__ = [
+    "NoLocksError",
     "first_text",
     "is_private",
     "make_folders",
     "make_private_folder",
     "open_file",
     "open_private",
+    "open_to_read",
     "replace_text",
+    "try_lock",
 ]
 
 _UNFOLLOWED = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # opening a pipe must not block
+
+_NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
+
+
+class NoLocksError(OSError):
+    """The file system has no locks."""
 
 
 def is_private(status: os.stat_result, is_kind: Callable[[int], bool]) -> bool:
@@ -52,6 +63,27 @@ def open_file(path: Path, flags: int, mode: int = 0o600) -> int:
         os.close(file)
         raise OSError(errno.EINVAL, "not a regular file", str(path))
     return file
+
+
+def open_to_read(path: Path) -> BinaryIO:
+    """As ``open_file``, for reading bytes."""
+    return os.fdopen(open_file(path, os.O_RDONLY), "rb")
+
+
+def try_lock(file: int, how: int) -> bool:
+    """Lock an open file, ``fcntl.LOCK_EX`` or ``LOCK_SH``, and return whether that is possible now.
+
+    Raises ``NoLocksError`` where the file system has none.
+    """
+    try:
+        fcntl.flock(file, how | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in _NO_LOCKS:
+            raise NoLocksError(*error.args) from error
+        if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+            raise
+        return False
+    return True
 
 
 def open_private(path: Path, flags: int) -> int:

@@ -35,6 +35,7 @@ from tests.support.ranks import RankError, run_ranks
 from tests.support.small_job import until
 from tests.support.thread_peers import ThreadPeers, on_threads
 from torchscout.checkpoint import ledger
+from torchscout.checkpoint.folder import Lock, claim
 from torchscout.checkpoint.gate import (
     Changed,
     Checked,
@@ -47,14 +48,13 @@ from torchscout.checkpoint.gate import (
     transition,
 )
 from torchscout.checkpoint.ledger import Ledgers
+from torchscout.checkpoint.memory import check_budget, forget, kept_jobs
 from torchscout.checkpoint.replication.placement import replica_holders
 from torchscout.checkpoint.replication.replicator import Replicator
 from torchscout.checkpoint.resume.fetch import Fetched, fetch
 from torchscout.checkpoint.resume.transfer import Links
-from torchscout.checkpoint.storage import lock, shards
+from torchscout.checkpoint.storage import shards
 from torchscout.checkpoint.storage.inventory import Member, Tier
-from torchscout.checkpoint.storage.memory import check_budget
-from torchscout.checkpoint.storage.retention import forget, kept_jobs
 from torchscout.checkpoint.storage.shard_files import shard_files
 from torchscout.checkpoint.storage.shard_format import Blob, encode
 from torchscout.config import CheckpointConfig, ReplayConfig
@@ -380,22 +380,27 @@ def may_start(given: Start, _: Path) -> bool:
 def runs_in_folder(given: TwoRuns, root: Path) -> int:
     """How many of two runs of one job hold its folder."""
     (folder := root / JOB).mkdir(mode=0o700)
-    lock.claim(folder, JOB, "an earlier run").release()
-    held: list[lock.Lock] = []
+    claim(folder, JOB, "an earlier run").release()
+    held: list[Lock] = []
 
     def start(run: str) -> None:
         with suppress(CheckpointError):
-            held.append(lock.claim(folder, JOB, run))
+            held.append(claim(folder, JOB, run))
 
     if given.is_forgotten:
-        _start_slowly(partial(start, "the first"), lambda: forget(kept_jobs(root)[0]))
-        assert not folder.exists(), "the command has deleted it"
+        _start_slowly(partial(start, "the first"), partial(_forget, root))
     else:
         start("the first")
     start("the second")
     for each in held:
         each.release()
     return len(held)
+
+
+def _forget(root: Path) -> None:
+    (kept,) = kept_jobs(root)
+    forget(kept)
+    assert not kept.folder.exists(), "the command has deleted it"
 
 
 def _start_slowly(start: Callable[[], None], meanwhile: Callable[[], None]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -12,7 +13,7 @@ from torchscout.checkpoint.export import dcp, safetensors
 from torchscout.checkpoint.export.target import new_folder
 from torchscout.checkpoint.reshard.reader import ShardReader
 from torchscout.checkpoint.reshard.whole_state import WholeState, describe
-from torchscout.checkpoint.storage import shards
+from torchscout.checkpoint.storage.shards import OpenShard
 
 __all__ = ["MANIFEST", "Exported", "Format", "export"]
 
@@ -49,13 +50,16 @@ def export(
     """Write the state in these shards, of all ranks of a job, to a new folder.
 
     ``files`` has the copies of each rank's shard, the preferred ones first; ``origin`` is written beside the
-    state. Raises ``CheckpointError``, with the file's name if one is damaged, and then writes nothing.
+    state. Raises ``CheckpointError``, with the file's name if one is damaged, and then writes nothing. What a
+    running job deletes meanwhile is exported all the same: a file of each rank is kept open.
     """
     if to is Format.SAFETENSORS:
         safetensors.require_package()
-    with new_folder(target, force=force) as folder:
-        headers = [shards.inspect(copies[0]) for _, copies in sorted(files.items())]
-        state, read = describe(headers), ShardReader(files)
+    with ExitStack() as open_files, new_folder(target, force=force) as folder:
+        opened: dict[Path, OpenShard] = {}
+        for _, copies in sorted(files.items()):
+            opened[copies[0]] = open_files.enter_context(closing(OpenShard(copies[0])))
+        state, read = describe([each.header for each in opened.values()]), ShardReader(files, opened)
         left_out = ["random state, registered objects and modules' extra state"]
         if to is Format.DCP:
             dcp.write(state, read, folder)

@@ -19,9 +19,9 @@ import zmq
 from torchscout.checkpoint.gate import Generation, is_number
 from torchscout.checkpoint.replication import messages as wire
 from torchscout.checkpoint.replication.streams import IncomingStream, Secret
-from torchscout.checkpoint.storage import retention, shards
+from torchscout.checkpoint.storage import shards
 from torchscout.checkpoint.storage.incoming import IncomingShard
-from torchscout.checkpoint.storage.shard_files import ShardFile, shard_files
+from torchscout.checkpoint.storage.shard_files import ShardFile, remove_shards, shard_files
 from torchscout.checkpoint.storage.shard_format import ShardIdentity
 from torchscout.checkpoint.storage.spare_file import SpareFile
 from torchscout.errors import CheckpointError, ScoutError
@@ -237,7 +237,7 @@ def remove_copies(
 ) -> None:
     """Delete the copies of these generations that ``holder`` keeps for other ranks, or for one of them."""
     with suppress(CheckpointError):  # another try follows with the next generation that is retired
-        retention.remove(_copies(memory, frozenset(generations), holder, owner))
+        remove_shards(_copies(memory, frozenset(generations), holder, owner))
 
 
 def _copies(

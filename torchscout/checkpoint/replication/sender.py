@@ -24,6 +24,7 @@ from torchscout.checkpoint.storage import shards
 from torchscout.checkpoint.storage.shard_format import ShardIdentity
 from torchscout.checkpoint.totals import Totals
 from torchscout.errors import CheckpointError
+from torchscout.utils.private_files import open_file
 
 __all__ = ["ReplicaSender"]
 
@@ -170,7 +171,7 @@ class ReplicaSender:
     def _begin(self, named: _Named, now: float) -> None:
         self._waiting = None
         try:
-            file = os.open(named.path, os.O_RDONLY | os.O_CLOEXEC)
+            file = open_file(named.path, os.O_RDONLY)
         except OSError as error:
             self.problems.append(f"cannot copy to {self._holder}: {named.path}: {error.strerror}")
             named.over(False)

@@ -25,6 +25,7 @@ from torchscout.checkpoint.storage.shard_format import Entry, Header, digest, pa
 from torchscout.errors import CheckpointError, DamagedError
 from torchscout.state.collect import StateParts
 from torchscout.state.layout import bytes_of, empty_tensor
+from torchscout.utils.private_files import open_to_read
 from torchscout.utils.text import spans
 
 __all__ = ["Layout", "Resharded", "layouts_of", "reshard"]
@@ -157,7 +158,7 @@ def _headers(layout: Layout, files: dict[int, list[Path]], me: int, links: Links
             try:
                 path = files[rank][0]
                 header = shards.inspect(path)
-                with path.open("rb") as file:
+                with open_to_read(path) as file:
                     start = base64.b64encode(file.read(header.start)).decode()
                 sent[str(rank)] = [start, header.size]
             except (CheckpointError, OSError) as error:
@@ -211,7 +212,7 @@ class _Reader:
                 assert isinstance(header, Header), "planning has refused it otherwise"
                 if source == me:
                     entry = next(each for each in header.entries if each.name == name)
-                    with self._paths[rank][0].open("rb") as file:
+                    with open_to_read(self._paths[rank][0]) as file:
                         send_bytes(file.fileno(), entry.offset, entry.length, needy, links.group)
                 elif needy == me:
                     self._take(rank, self._wanted[rank, name], source, links)

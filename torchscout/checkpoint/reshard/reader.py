@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 
 from torchscout.checkpoint.reshard.parts import Part, Shared, shared
 from torchscout.checkpoint.reshard.whole_state import StoredPart, WholeTensor
-from torchscout.checkpoint.storage import shards
 from torchscout.checkpoint.storage.shard_format import Entry
+from torchscout.checkpoint.storage.shards import OpenShard, inspect, read_tensor
 from torchscout.errors import CheckpointError, DamagedError
 from torchscout.state.layout import empty_tensor, fill
 
@@ -23,9 +25,11 @@ ReadPart = Callable[[Sequence[StoredPart]], torch.Tensor]
 class ShardReader:
     """Reads from files, and from another copy where one is damaged."""
 
-    def __init__(self, files: Mapping[int, Sequence[Path]]) -> None:
-        """``files`` has the copies of each rank's shard, the preferred ones first."""
-        self._files = files
+    def __init__(
+        self, files: Mapping[int, Sequence[Path]], is_open: Mapping[Path, OpenShard] = MappingProxyType({})
+    ) -> None:
+        """``files`` has the copies of each rank's shard, the preferred ones first; some may be open."""
+        self._files, self._open = files, is_open
         self._entries: dict[Path, dict[str, Entry]] = {}
         self.problems: list[str] = []
         """Damage that was found, also where another copy could be read."""
@@ -36,7 +40,8 @@ class ShardReader:
             for path in self._files.get(each.rank, ()):
                 try:
                     entry = self._entry(path, each.entry)
-                    tensor: torch.Tensor = shards.read_tensor(path, entry)
+                    read = self._open[path].tensor if path in self._open else partial(read_tensor, path)
+                    tensor: torch.Tensor = read(entry)
                 except CheckpointError as error:
                     problems.append(str(error))
                     continue
@@ -47,7 +52,8 @@ class ShardReader:
     def _entry(self, path: Path, wanted: Entry) -> Entry:
         """Where this file has the tensor: copies of a shard may be laid out differently."""
         if path not in self._entries:
-            self._entries[path] = {each.name: each for each in shards.inspect(path).entries}
+            header = self._open[path].header if path in self._open else inspect(path)
+            self._entries[path] = {each.name: each for each in header.entries}
         entry = self._entries[path].get(wanted.name)
         if entry is None or entry.digest != wanted.digest:
             raise DamagedError(f"{path}: it has no tensor {wanted.name!r} of the expected digest")

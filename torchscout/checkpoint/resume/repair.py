@@ -21,6 +21,7 @@ from torchscout.checkpoint.storage.incoming import IncomingShard
 from torchscout.checkpoint.storage.shard_format import Entry
 from torchscout.checkpoint.storage.shards import Report
 from torchscout.errors import CheckpointError
+from torchscout.utils.private_files import open_to_read
 
 __all__ = ["repair"]
 
@@ -65,7 +66,7 @@ def _exchange(links: Links, keys: Iterable[TensorKey] | None) -> list[list[Tenso
 def _send(path: Path, entries: Sequence[Entry], to: int, links: Links) -> None:
     if not entries:
         return
-    with path.open("rb") as file:
+    with open_to_read(path) as file:
         for entry in entries:
             send_bytes(file.fileno(), entry.offset, entry.length, to, links.group)
 
@@ -77,7 +78,7 @@ def _write(report: Report, received: Mapping[TensorKey, bytes], memory: Path, ra
     incoming = IncomingShard(memory, header.identity, rank, header.size)
     try:
         with (
-            report.path.open("rb") as file,
+            open_to_read(report.path) as file,
             mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped,
             memoryview(mapped) as shard,
         ):

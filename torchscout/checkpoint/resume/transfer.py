@@ -22,6 +22,7 @@ from torchscout.errors import ChannelError, CheckpointError, DamagedError
 from torchscout.log import log
 from torchscout.state.layout import bytes_of
 from torchscout.utils import unlisted_groups
+from torchscout.utils.private_files import open_file
 
 __all__ = ["Links", "receive_bytes", "receive_shard", "send_bytes", "send_shard"]
 
@@ -43,7 +44,7 @@ def send_shard(path: Path, to: int, group: dist.ProcessGroup) -> None:
     """Send the shard in a file. If it cannot be read, the receiver raises ``DamagedError``."""
     try:
         size = shards.inspect(path).size
-        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        file = open_file(path, os.O_RDONLY)
     except (CheckpointError, OSError):
         _send(torch.tensor([0], device="cpu"), to, group)
         return

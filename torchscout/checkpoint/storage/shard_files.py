@@ -1,20 +1,23 @@
-"""Lists the shards in a folder by their names (paper, section 9); ``shards.verify`` checks their contents."""
+"""Lists the shards in a folder by their names, and deletes them (paper, section 9); ``shards.verify`` checks
+their contents."""
 
 from __future__ import annotations
 
+import errno
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from torchscout.checkpoint.gate import Generation
 from torchscout.errors import CheckpointError
 
-__all__ = ["ShardFile", "files_under", "shard_files"]
+__all__ = ["ShardFile", "files_under", "remove_shards", "shard_files"]
 
 # The exact inverse of ``shards.path_of``: other spellings of a number do not match.
 _NUMBER = r"(0|[1-9]\d{0,17})"
+_GONE = {errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT}
 _FOLDER = re.compile(rf"step-0*{_NUMBER}\.lineage-{_NUMBER}")
 
 
@@ -73,6 +76,29 @@ def shard_files(
         for file in _inside(Path(entry.path), generation, name)
     ]
     return sorted(found, key=lambda each: (each.generation, each.rank, each.holder, each.path))
+
+
+def remove_shards(unwanted: Iterable[ShardFile]) -> list[Path]:
+    """Delete these shards and the folders left empty, as many as possible, and return the shards' paths.
+
+    Raises ``CheckpointError`` if some could not be deleted.
+    """
+    outcomes = {each.path: _problem(each.path.unlink, each.path) for each in unwanted}
+    removed = [path for path, problem in outcomes.items() if problem is None]
+    folders = sorted({path.parent for path in removed})
+    problems = list(filter(None, (*outcomes.values(), *(_problem(each.rmdir, each) for each in folders))))
+    if problems:
+        raise CheckpointError(f"could not delete {len(problems)} files or folders; {problems[0]}")
+    return removed
+
+
+def _problem(delete: Callable[[], object], path: Path) -> str | None:
+    """Delete it; returns why it could not be deleted. A file that is gone and a folder in use are fine."""
+    try:
+        delete()
+    except OSError as error:
+        return None if error.errno in _GONE else f"{path}: {error.strerror}"
+    return None
 
 
 def files_under(folder: Path | str) -> Iterator[Path]:

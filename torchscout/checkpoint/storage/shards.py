@@ -11,9 +11,8 @@ import fcntl
 import os
 import secrets
 import shutil
-import stat
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,9 +33,11 @@ from torchscout.checkpoint.storage.shard_format import (
     probe,
 )
 from torchscout.errors import CheckpointError, DamagedError
+from torchscout.utils.private_files import NoLocksError, open_file, open_to_read, try_lock
 
 __all__ = [
     "TEMPORARY",
+    "OpenShard",
     "Report",
     "Restored",
     "clean",
@@ -57,7 +58,6 @@ TEMPORARY = ".writing"
 _CHUNK = 1 << 20
 """Fits into a core's cache."""
 _NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
-_NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,15 +150,16 @@ def clean(directory: Path | str) -> list[Path]:
     removed = []
     for path in (each for each in files_under(directory) if each.match(f".*{TEMPORARY}")):
         try:
-            file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            file = open_file(path, os.O_RDONLY)
         except OSError:
             continue  # removed meanwhile, or not readable
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            path.unlink()
-            removed.append(path)
+            # Excludes a living writer as well, and needs no permission to write, also on NFS.
+            if try_lock(file, fcntl.LOCK_SH):
+                path.unlink()
+                removed.append(path)
         except OSError:
-            continue  # its writer is alive, or there are no locks
+            continue  # removed meanwhile, or there are no locks
         finally:
             os.close(file)
     return sorted(removed)
@@ -198,15 +199,16 @@ def created(path: Path) -> tuple[Path, int]:
         temporary = temporary_name(path)
         file = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
-            fcntl.flock(file, fcntl.LOCK_EX)
-        except OSError as error:
-            if error.errno not in _NO_LOCKS:
-                os.close(file)
-                temporary.unlink()
-                raise
-        if os.fstat(file).st_nlink:
+            is_locked = try_lock(file, fcntl.LOCK_EX)
+        except NoLocksError:
+            is_locked = True
+        except OSError:
+            os.close(file)
+            temporary.unlink()
+            raise
+        if is_locked and os.fstat(file).st_nlink:
             return temporary, file
-        os.close(file)  # ``clean`` removed it before it was locked
+        os.close(file)  # ``clean`` removes it, because it has found it not locked yet
 
 
 def temporary_name(path: Path) -> Path:
@@ -269,19 +271,37 @@ def _space_left(path: Path, size: int) -> str:
     return f" ({size} bytes to write, {free} free)"
 
 
+class OpenShard:
+    """A shard whose file is open until ``close``: it can be read although it is deleted meanwhile."""
+
+    def __init__(self, path: Path) -> None:
+        """Read and verify the header; raises ``CheckpointError``."""
+        self._path = path
+        with _naming(path), ExitStack() as undo:
+            self._file = undo.enter_context(open_to_read(path))
+            self.header = _header(self._file.fileno(), os.fstat(self._file.fileno()).st_size)
+            undo.pop_all()
+
+    def tensor(self, entry: Entry) -> Any:
+        """As ``read_tensor``."""
+        with _naming(self._path):
+            return _tensor(self._file.fileno(), entry)
+
+    def close(self) -> None:
+        self._file.close()
+
+
 @contextmanager
 def _opened(path: Path) -> Iterator[tuple[int, int]]:
     """Open a file and yield it with its size; errors name the path."""
+    with _naming(path), open_to_read(path) as file:
+        yield file.fileno(), os.fstat(file.fileno()).st_size
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
     try:
-        # Do not block on a pipe or follow a link of that name.
-        file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-        try:
-            status = os.fstat(file)
-            if not stat.S_ISREG(status.st_mode):
-                raise DamagedError("not a file")
-            yield file, status.st_size
-        finally:
-            os.close(file)
+        yield
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
     except DamagedError as error:

@@ -12,6 +12,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from torchscout.checkpoint.storage.shards import TEMPORARY
+from torchscout.utils.private_files import open_file
 
 __all__ = ["SpareFile"]
 
@@ -29,7 +30,7 @@ class SpareFile:
         with ExitStack() as undo:
             undo.callback(self.path.unlink, missing_ok=True)
             self.path.chmod(0o600)
-            self.file = os.open(self.path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+            self.file = open_file(self.path, os.O_RDWR)
             undo.callback(os.close, self.file)
             fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # Linux grants this lease only for a file that no other process has open.

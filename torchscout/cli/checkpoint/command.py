@@ -11,6 +11,8 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
+from torchscout.checkpoint.folder import adopt as adopt_folder
+from torchscout.checkpoint.folder import claim
 from torchscout.checkpoint.gate import (
     CheckpointGate,
     Generation,
@@ -19,11 +21,10 @@ from torchscout.checkpoint.gate import (
     confirm,
     select_checkpoint,
 )
-from torchscout.checkpoint.storage import lock, retention, shards
-from torchscout.checkpoint.storage.job_file import adopt as adopt_folder
-from torchscout.checkpoint.storage.memory import memory_root
-from torchscout.checkpoint.storage.retention import forget as forget_job
-from torchscout.checkpoint.storage.retention import kept_jobs
+from torchscout.checkpoint.memory import forget as forget_job
+from torchscout.checkpoint.memory import kept_jobs, memory_root
+from torchscout.checkpoint.storage import shards
+from torchscout.checkpoint.storage.shard_files import remove_shards
 from torchscout.cli.checkpoint import listing
 from torchscout.cli.checkpoint.contents import (
     Contents,
@@ -152,7 +153,7 @@ def _wanted(contents: Contents, gates: Sequence[CheckpointGate], keep: int) -> d
 def delete(contents: Contents, report: dict[str, Any]) -> None:
     """Delete the generations of the plan, and incomplete files of killed writers."""
     unwanted = {Generation(each["step"], each["lineage"]) for each in report["removed"]}
-    retention.remove(copy.file for copy in contents.copies if copy.file.generation in unwanted)
+    remove_shards(copy.file for copy in contents.copies if copy.file.generation in unwanted)
     for folder in contents.folders:
         shards.clean(folder.path)
 
@@ -269,7 +270,7 @@ def prune(
     with exiting(ValueError, CheckpointError), ExitStack() as locks:
         if yes:
             for folder in contents.folders:  # no job may run in them, or start while files are deleted
-                locks.enter_context(lock.claim(folder.path, "scout checkpoint prune"))
+                locks.enter_context(claim(folder.path, "scout checkpoint prune"))
             contents = contents_in(folders, job, world_size)
         report, broken = pruning_plan(contents, _needed(contents, bits=not quick), keep)
         if yes:

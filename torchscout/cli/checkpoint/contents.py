@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -12,12 +11,12 @@ from typing import Annotated
 import typer
 
 from torchscout.checkpoint import ledger
+from torchscout.checkpoint.folder import Owner, owner_of
 from torchscout.checkpoint.gate import CheckpointGate, Generation, TrustLevel
 from torchscout.checkpoint.ledger import Ledger
-from torchscout.checkpoint.storage import lock, shards
+from torchscout.checkpoint.memory import memory_root
+from torchscout.checkpoint.storage import shards
 from torchscout.checkpoint.storage.inventory import Tier
-from torchscout.checkpoint.storage.memory import memory_root
-from torchscout.checkpoint.storage.owner import Owner
 from torchscout.checkpoint.storage.shard_files import ShardFile, shard_files
 from torchscout.checkpoint.storage.shard_format import ShardIdentity
 from torchscout.cli.console import refusing
@@ -161,11 +160,10 @@ def _folder(path: Path) -> Folder:
 
 def _owner(path: Path) -> tuple[Owner | None, str | None]:
     try:
-        owner = lock.owner_of(path)
+        owner = owner_of(path)
     except CheckpointError as error:
         return None, str(error)
-    is_this = owner is not None and owner.is_here and owner.pid == os.getpid()
-    return None if is_this else owner, None
+    return None if owner is not None and owner.is_this_process else owner, None
 
 
 def _looks_like_one(folder: Path) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import resource
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -69,9 +71,11 @@ def export(options: ExportOptions) -> None:
             f"there is no generation of step {options.step} here, only of {listed(map(str, known), most=8)}"
         )
         raise typer.BadParameter(problem, param_hint="--generation")
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(ValueError, OSError):  # it keeps a file of each rank open, for which this may be enough
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     with exiting(ValueError, CheckpointError, OSError):
-        generation = chosen_generation(contents, options.step, latest=options.latest)
-        report = _exported(options, contents, generation)
+        report, generation = _newest_exported(options, contents)
     print_report(report, _screen(report, generation), as_json=options.as_json, output=options.output)
 
 
@@ -121,6 +125,23 @@ def files_of(contents: Contents, generation: Generation) -> dict[int, list[Path]
         rank: [each.file.path for each in copies if each.file.rank == rank]
         for rank in range(contents.world_size)
     }
+
+
+def _newest_exported(
+    options: ExportOptions, contents: Contents, attempts: int = 5
+) -> tuple[dict[str, Any], Generation]:
+    """Choose a generation and export it; choose again if a running job has deleted it meanwhile."""
+    try:
+        generation = chosen_generation(contents, options.step, latest=options.latest)
+        return _exported(options, contents, generation), generation
+    except (ValueError, CheckpointError) as error:
+        now = contents_in(options.folders, options.job, options.world_size)
+        if now == contents:
+            raise
+        if not attempts:
+            again = "a job changes these folders while they are read; run it again"
+            raise CheckpointError(f"{again} ({error})") from error
+    return _newest_exported(options, now, attempts - 1)
 
 
 def _exported(options: ExportOptions, contents: Contents, generation: Generation) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from torchscout.checkpoint.storage.memory import memory_root
+from torchscout.checkpoint.memory import memory_root
 from torchscout.cli.console import AsJson, Output, interruptible, print_report, refusing, taking
 from torchscout.cli.doctor import machine_checks, software_checks
 from torchscout.cli.doctor import probes as kernel

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from torchscout.checkpoint.memory import budget_within
 from torchscout.checkpoint.replication.placement import copies_beside
-from torchscout.checkpoint.storage.memory import budget_within
 from torchscout.cli.doctor.facts import (
     Clock,
     Finding,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import json
 import os
@@ -19,14 +18,14 @@ from pathlib import Path
 from typing import Any
 
 from torchscout.adapters.versions import TESTED
-from torchscout.checkpoint.storage import lock
+from torchscout.checkpoint.folder import owner_of
 from torchscout.cli.doctor.facts import Clock, Folder, Installed, Limits, Stacks, TorchFacts
 from torchscout.decision.repeatability import NONDETERMINISTIC
 from torchscout.decision.types import EvidenceRecord
 from torchscout.errors import CheckpointError
 from torchscout.observer import stacks
 from torchscout.run.reader import Stamped, read
-from torchscout.utils.private_files import is_private
+from torchscout.utils.private_files import NoLocksError, is_private, try_lock
 from torchscout.utils.procfs import is_in_memory
 
 __all__ = [
@@ -80,7 +79,6 @@ def not_repeating(run_dir: Path) -> dict[str, str] | None:
     return found if files else None
 
 
-_NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
 _TEXT = b"written by scout doctor\n"
 
 
@@ -127,17 +125,14 @@ def _written(folder: Path) -> tuple[str | None, bool | None, bool | None]:
 
 def _locks(file: int) -> bool:
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno not in _NO_LOCKS:
-            raise
+        return try_lock(file, fcntl.LOCK_EX)
+    except NoLocksError:
         return False
-    return True
 
 
 def _holder(folder: Path) -> str | None:
     try:
-        owner = lock.owner_of(folder)
+        owner = owner_of(folder)
     except CheckpointError:
         return None
     return None if owner is None else str(owner)

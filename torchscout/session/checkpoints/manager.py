@@ -21,6 +21,7 @@ import xxhash
 from torchscout.c3.fold import signed
 from torchscout.checkpoint import ledger
 from torchscout.checkpoint.background_writer import BackgroundWriter
+from torchscout.checkpoint.folder import agree_on_name, claim, put_name
 from torchscout.checkpoint.gate import (
     Changed,
     CheckpointGate,
@@ -33,14 +34,13 @@ from torchscout.checkpoint.gate import (
     transition,
 )
 from torchscout.checkpoint.ledger import Ledgers
+from torchscout.checkpoint.memory import check_budget, forget_old, memory_folder, taken_root
 from torchscout.checkpoint.replication import placement
 from torchscout.checkpoint.resume.fetch import Fetched, fetch
 from torchscout.checkpoint.resume.transfer import Links
 from torchscout.checkpoint.snapshot import Capture, Snapshots
-from torchscout.checkpoint.storage import job_file, lock, shards
+from torchscout.checkpoint.storage import shards
 from torchscout.checkpoint.storage.inventory import Member, Tier
-from torchscout.checkpoint.storage.memory import check_budget, memory_folder
-from torchscout.checkpoint.storage.retention import forget_old
 from torchscout.communicators import Communicators, Job
 from torchscout.config import CheckpointConfig
 from torchscout.decision.types import Failure
@@ -133,7 +133,7 @@ class CheckpointManager:
         """The calls that a sweep replays, as far as memory allows."""
         self._registered: dict[str, Stateful] = {f"{SCOUT_PREFIX}keepsakes": self.saved_calls}
         self._disk = Path(config.directory).absolute()
-        name = job_file.agree(config.job, self._disk, communicators)
+        name = agree_on_name(config.job, self._disk, communicators)
         self._member = Member(job=name, mesh=job.mesh.summary(), world_size=len(job.mesh), rank=job.rank)
         self._coverage, self._rule = RecipeCycle(), PromotionRule(config.coverage, None)
         self._covered: Callable[[], str] = str
@@ -423,8 +423,12 @@ class CheckpointManager:
         """Claim the folders and the memory of this job, before any rank frees what its last run has left."""
         job, config = self._job, self._config
         self._memory = memory_folder(self._member.job)
+        is_first_here = job.hosts.index(job.hosts[job.rank]) == job.rank
+        self._problems.add(filter(None, [taken_root(self._memory.parent)]), are_logged=not is_first_here)
         for folder in (self._memory, self._disk):
-            self._undo.callback(lock.claim(folder, self._member.job, job.token).release)
+            lock = claim(folder, self._member.job, job.token)
+            self._undo.callback(lock.release)
+            self._problems.add(filter(None, [lock.problem]), are_logged=job.rank != 0)
         if config.forget_after_days is not None:
             forget_old(self._memory.parent, self._memory, config.forget_after_days)
         self._expected = expected_bytes(self._state())
@@ -436,8 +440,7 @@ class CheckpointManager:
         job, config, expected, allowed = self._job, self._config, self._expected, self._allowed
         for folder in (self._memory, self._disk):
             shards.clean(folder)
-        if job_file.name_in(self._disk) is None:
-            job_file.write(self._disk, self._member.job)
+        put_name(self._disk, self._member.job)
         self._undo.callback(self._free_memory)
         # What is left even if the state turns out to be twice as large as expected.
         self.saved_calls.limit = max(0, allowed - 2 * expected) if config.verify_on_resume else 0

@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import subprocess
 import sys
-import tempfile
 from collections.abc import Collection
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 from torchscout.checkpoint.gate import Generation, TrustLevel
-from torchscout.checkpoint.storage import lock
-from torchscout.checkpoint.storage.memory import check_budget, memory_folder
-from torchscout.checkpoint.storage.retention import forget_old, kept_jobs, remove
-from torchscout.checkpoint.storage.shard_files import ShardFile, shard_files
+from torchscout.checkpoint.storage.shard_files import ShardFile, remove_shards, shard_files
 from torchscout.checkpoint.storage.shard_format import ShardIdentity, encode
 from torchscout.checkpoint.storage.shards import path_of, write
-from torchscout.cli.main import app
 from torchscout.errors import CheckpointError
 
 GENERATIONS = [Generation(2), Generation(12), Generation(12, 1), Generation(120)]
@@ -54,7 +47,7 @@ def full(tmp_path: Path) -> Path:
 
 
 def retire(folder: Path, generations: Collection[Generation]) -> list[Path]:
-    return remove(shard_files(folder, generations.__contains__))
+    return remove_shards(shard_files(folder, generations.__contains__))
 
 
 def files(folder: Path) -> set[str]:
@@ -126,7 +119,7 @@ def test_deleting_again_or_where_nothing_is_does_nothing(full: Path):
     gone = shard_files(full)
     assert retire(full, GENERATIONS)
     assert retire(full, GENERATIONS) == []
-    assert len(remove(gone)) == len(gone), "what another has deleted meanwhile is deleted"
+    assert len(remove_shards(gone)) == len(gone), "what another has deleted meanwhile is deleted"
 
 
 def test_a_folder_in_which_something_is_being_written_stays(full: Path):
@@ -147,12 +140,11 @@ RETIRE = """
 import os, sys
 from pathlib import Path
 from torchscout.checkpoint.gate import Generation
-from torchscout.checkpoint.storage.retention import remove
-from torchscout.checkpoint.storage.shard_files import shard_files
+from torchscout.checkpoint.storage.shard_files import remove_shards, shard_files
 from torchscout.errors import CheckpointError
 os.setuid(65534)
 try:
-    remove(shard_files(sys.argv[1], [Generation(2), Generation(12)].__contains__))
+    remove_shards(shard_files(sys.argv[1], [Generation(2), Generation(12)].__contains__))
 except CheckpointError as error:
     print(error)
 """
@@ -179,71 +171,3 @@ def test_what_cannot_be_deleted_is_said_and_the_rest_is_deleted(full: Path):
 def test_a_folder_that_cannot_be_read_is_one_clear_error(tmp_path: Path):
     with pytest.raises(CheckpointError, match=r"cannot read .*/none: No such file or directory"):
         shard_files(tmp_path / "none")
-
-
-DAY = 86400
-GIB = 1 << 30
-
-
-@pytest.fixture
-def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("TORCHSCOUT_MEMORY", str(tmp_path / "memory"))
-    return tmp_path / "memory"
-
-
-def keep(job: str, days_ago: float = 0) -> Path:
-    folder = memory_folder(job)
-    shard = folder / "step-0000000001.lineage-0" / "rank-0-of-1.held-by-0.shard"
-    shard.parent.mkdir(mode=0o700)
-    shard.write_bytes(bytes(8192))
-    then = folder.stat().st_mtime - days_ago * DAY
-    os.utime(shard, (then, then))
-    return folder
-
-
-def test_only_folders_unused_for_long_are_deleted(root: Path):
-    old, recent, used, own = keep("old", 8), keep("recent", 6), keep("used", 8), keep("own", 9)
-    holding = lock.claim(used, "used")
-    with lock.claim(own, "own"):
-        assert forget_old(root, own, 7.0) == ["old"]
-    holding.release()
-    assert not old.exists()
-    assert recent.exists()
-    assert used.exists()
-    assert own.exists()
-
-
-def test_the_command_shows_and_deletes_and_refuses_a_job_that_runs(root: Path):
-    keep("ended")
-    running = keep("running")
-    with lock.claim(running, "running"):
-        shown = json.loads(CliRunner().invoke(app, ["checkpoint", "forget", "--json"]).stdout)
-        assert "or add --all." in CliRunner().invoke(app, ["checkpoint", "forget"]).stdout
-        assert [(each["job"], each["forgotten"]) for each in shown["jobs"]] == [
-            ("ended", False),
-            ("running", False),
-        ]
-        assert CliRunner().invoke(app, ["checkpoint", "forget", "running", "--yes"]).exit_code == 1
-        assert CliRunner().invoke(app, ["checkpoint", "forget", "nobody"]).exit_code == 2
-        assert "would be deleted" in CliRunner().invoke(app, ["checkpoint", "forget", "--all"]).output
-        assert len(kept_jobs(root)) == 2
-        assert CliRunner().invoke(app, ["checkpoint", "forget", "--all", "--yes"]).exit_code == 0
-        assert [each.name for each in kept_jobs(root)] == ["running"]
-
-
-def test_a_budget_in_memory_is_of_what_is_available_and_not_of_the_file_system():
-    """Half of 120 GiB were allowed where 22 GiB were available."""
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
-        assert check_budget(1, 1, None, Path(folder), available=lambda: 1 << 20) == 1 << 19
-        with pytest.raises(CheckpointError):
-            check_budget(1 << 20, 1, None, Path(folder), available=lambda: 1 << 20)
-
-
-def test_a_job_may_have_again_what_its_earlier_checkpoints_take():
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as name:
-        folder = Path(name)
-        with (folder / "shard").open("wb") as file:
-            os.posix_fallocate(file.fileno(), 0, 3 << 18)
-        assert check_budget(3 << 18, 1, None, folder, available=lambda: 1 << 18) == 3 << 18
-        with pytest.raises(CheckpointError):
-            check_budget((3 << 18) + 1, 1, None, folder, available=lambda: 1 << 18)
