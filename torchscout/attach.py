@@ -37,6 +37,7 @@ from torchscout.config import (
     RecoveryConfig,
     ReplayConfig,
     StragglerConfig,
+    require_folder,
 )
 from torchscout.decision.progress import Phase
 from torchscout.decision.types import Incident
@@ -166,6 +167,8 @@ def _receivers(on_incident: OnIncident) -> tuple[Webhook | None, list[Callable[[
 
 def _take_over(run_dir: Path | str | None) -> Path | str | None:
     """End a session that is replaced. Return the run directory, or the one that the environment names."""
+    if run_dir:
+        require_folder(run_dir, "run_dir")
     while _replaceable:
         _replaceable.pop().give_way()
     return run_dir or os.environ.get(RUN_DIR)

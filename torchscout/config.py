@@ -26,6 +26,7 @@ __all__ = [
     "RecoveryConfig",
     "ReplayConfig",
     "StragglerConfig",
+    "require_folder",
 ]
 
 RUN_DIR = "TORCHSCOUT_RUN_DIR"
@@ -343,6 +344,12 @@ class ObserverConfig:
             raise ValueError(f"port must lie between 0 and 65528, got {self.port}")
 
 
+def require_folder(value: object, name: str) -> None:
+    """Raise ``ValueError`` unless this setting can be the path of a folder."""
+    if not isinstance(value, str | Path) or not str(value).strip() or "\0" in str(value):
+        raise ValueError(f"{name} must name a folder, got {value!r}")
+
+
 @dataclass(frozen=True, slots=True)
 class CheckpointConfig:
     """What is kept of training's state, where, and how often it reaches files."""
@@ -384,8 +391,7 @@ class CheckpointConfig:
 
     def __post_init__(self) -> None:
         _require_types(self, memory_budget=1, persist_every=1, checks_per_cycle=1, keep_verified=0)
-        if not isinstance(self.directory, str | Path) or not str(self.directory).strip():
-            raise ValueError(f"directory must name a folder, got {self.directory!r}")
+        require_folder(self.directory, "directory")
         if self.job is not None and not (isinstance(self.job, str) and JOB_NAME.fullmatch(self.job)):
             raise ValueError(
                 f"job must be a name of at most 128 letters, digits and ._+=@-, or None, got {self.job!r}"
@@ -449,5 +455,7 @@ class MetricsConfig:
         _require_types(self, port=0)
         if self.port is not None and self.port > 65535:
             raise ValueError(f"port must be at most 65535, got {self.port}")
+        if self.textfile is not None:
+            require_folder(self.textfile, "textfile")
         if self.otlp is not None and not self.otlp.startswith(("http://", "https://")):
             raise ValueError(f"otlp must begin with http:// or https://, got {self.otlp!r}")

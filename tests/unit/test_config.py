@@ -57,6 +57,8 @@ def test_a_value_of_another_type_is_a_value_error_and_nothing_else(config: type)
         (CheckpointConfig, "job", "x" * 129, "letters"),
         (CheckpointConfig, "memory_budget", 0, "at least 1"),
         (CheckpointConfig, "replicate", "no", "True or False"),
+        (CheckpointConfig, "directory", " ", "name a folder"),
+        (CheckpointConfig, "directory", "a\0b", "name a folder"),
         (CheckpointConfig, "persist_every", 0, "at least 1"),
         (CheckpointConfig, "persist_every", True, "whole number"),
         (CheckpointConfig, "checks_per_cycle", 0, "at least 1"),
