@@ -174,7 +174,7 @@ def test_without_locks_nobody_is_refused_and_everybody_is_warned(tmp_path: Path)
     strace = without_locks(tmp_path / "lock")
     with claimant(tmp_path, before=strace) as (_, first), claimant(tmp_path, before=strace) as (_, second):
         for answer in (first, second):
-            assert answer.startswith(f"held the file system of {tmp_path} has no locks, so nobody notices")
+            assert answer.startswith(f"held the file system of {tmp_path} has no locks, so it is not noticed")
 
 
 def job(folder: Path, before: Sequence[str], memory: Path | None) -> tuple[list[Result], str]:

@@ -104,8 +104,8 @@ class Owner:
 # shared reads the owner and stays if that is its own run. While a process holds it exclusively, the owner is
 # unknown for a moment. Downgrading is not atomic: a process that loses the lock there starts again.
 #
-# A lock on a deleted file excludes nobody, and ``memory.forget`` deletes the file that it has locked. So
-# whoever has acquired a lock looks whether the file still has a name, and if not begins with a new file.
+# A lock on a deleted file has no effect, and ``memory.forget`` deletes the file that it has locked. So a
+# process that has acquired the lock checks that the file still exists, and starts again if it does not.
 #
 # The file is opened for writing, because NFS emulates flock by locks on byte ranges, which need that.
 
@@ -149,7 +149,7 @@ class Lock:
 
 
 _held: set[Lock] = set()
-"""Keeps claims alive that nobody refers to."""
+"""Keeps claims alive that the program does not refer to."""
 
 
 def _leave_all() -> None:
@@ -167,7 +167,7 @@ def claim(folder: Path | str, job: str, run: str | None = None) -> Lock:
 
     All processes of a run pass the same ``run``, a string unique to it, and hold the folder together; without
     one this process holds it alone. It may be secret: only a digest is stored. Where the file system has no
-    locks, nobody is excluded, and ``Lock.problem`` says so.
+    locks, other runs are not excluded, and ``Lock.problem`` says so.
     """
     folder, owner = Path(folder), Owner.own(job, run or secrets.token_hex(16))
     try:
@@ -184,7 +184,7 @@ def claim(folder: Path | str, job: str, run: str | None = None) -> Lock:
 
 
 def owner_of(folder: Path | str) -> Owner | None:
-    """The process that holds this folder now; None if nobody does. Writes nothing.
+    """The process that holds this folder now, or None. Writes nothing.
 
     Raises ``CheckpointError`` if that cannot be known.
     """
@@ -260,8 +260,8 @@ def _read_owner(file: int) -> Owner | None:
 
 def _without_locks(folder: Path) -> str:
     return (
-        f"the file system of {folder} has no locks, so nobody notices if two runs of a job use it at the "
-        "same time, and their checkpoints are lost; make sure that the last run has ended"
+        f"the file system of {folder} has no locks, so it is not noticed if two runs of a job use it at "
+        "the same time, and their checkpoints are lost; make sure that the last run has ended"
     )
 
 
